@@ -1,0 +1,1 @@
+"""Baton: LLM serving with prefill and decode disaggregated."""

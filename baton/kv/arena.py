@@ -1,0 +1,43 @@
+"""The one long-lived stretch of host memory that holds a process's KV blocks.
+
+A memfd, so that the worker process (transport, checksums) and its engine process map the same pages. It is mapped once
+and never unmapped while the process lives: a one-sided read by a peer may arrive at any time, and a read of
+unmapped pages crashes the owner under UCX over TCP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+
+class Arena:
+    """`size` bytes of shared memory. `fd` can be passed to a child, which opens it with `Arena.attach`."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.buffer = memoryview(self._map)
+        """The whole arena, writable, as bytes."""
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        """Its address in this process, for registration with a transport."""
+
+    @classmethod
+    def create(cls, size: int, name: str = "baton-kv") -> Arena:
+        """A new zeroed arena of `size` bytes. Raises OSError when the memory cannot be had."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        return cls(fd, size)
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Map an arena that another process created, by its inherited descriptor."""
+        return cls(fd, os.fstat(fd).st_size)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """`length` bytes from `offset`, writable, no copy. Raises ValueError when outside the arena."""
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise ValueError(f"[{offset}, {offset + length}) is outside the arena of {self.size} bytes")
+        return self.buffer[offset : offset + length]
