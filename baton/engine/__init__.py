@@ -1,0 +1,1 @@
+"""The Engine port and the engines behind it."""
