@@ -1,0 +1,61 @@
+"""Policy results as wire messages: plans, and candidates with their terms for `Explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.v1 import registry_pb2, router_pb2, worker_pb2
+from services.router.policy import Candidate, Choice, Mode, WorkerState
+
+_MODES = {
+    Mode.DISAGGREGATED: worker_pb2.MODE_DISAGGREGATED,
+    Mode.MERGED: worker_pb2.MODE_MERGED,
+    Mode.LOCAL: worker_pb2.MODE_LOCAL,
+}
+
+
+def plan(choice: Choice, workers: Mapping[str, registry_pb2.Worker]) -> worker_pb2.Plan:
+    """The router's answer; `workers` are the registrations of everyone in it."""
+    winner = choice.winner
+
+    def target(state: WorkerState | None) -> worker_pb2.Target | None:
+        if state is None:
+            return None
+        worker = workers[state.id]
+        return worker_pb2.Target(id=worker.id, address=worker.address, epoch=worker.epoch)
+
+    return worker_pb2.Plan(
+        mode=_MODES[winner.mode],
+        worker=target(winner.worker),
+        prefill=target(winner.prefill),
+        alternate=target(choice.alternate),
+        cached_tokens=winner.cached_tokens,
+        reasons=[reason.value for reason in choice.reasons],
+        local_is_cheapest=choice.local_is_cheapest,
+        predicted_ms=milliseconds(winner),
+    )
+
+
+def milliseconds(candidate: Candidate) -> dict[str, float]:
+    """The candidate's terms, and its predicted time to the first token, in milliseconds."""
+    return {name: seconds * 1e3 for name, seconds in candidate.terms.items()} | {"ttft": candidate.ttft * 1e3}
+
+
+def candidate(
+    item: Candidate, chosen: Candidate | None, transports: Mapping[str, frozenset[str]]
+) -> router_pb2.Candidate:
+    """One candidate for `Explain`. `transports` are what each worker speaks."""
+    shared: frozenset[str] = frozenset()
+    if item.prefill is not None:
+        shared = transports[item.worker.id] & transports[item.prefill.id]
+    return router_pb2.Candidate(
+        mode=_MODES[item.mode],
+        worker=item.worker.id,
+        prefill=item.prefill.id if item.prefill else "",
+        terms_ms={name: seconds * 1e3 for name, seconds in item.terms.items()},
+        total_ms=item.total * 1e3,
+        cached_tokens=item.cached_tokens,
+        chosen=item is chosen,
+        excluded=item.excluded,
+        transport=",".join(sorted(shared)),
+    )

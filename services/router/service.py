@@ -1,0 +1,212 @@
+"""The router's gRPC face: Route, Explain, Report, View, CheckIntegrity."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import grpc
+
+from baton.errors import BatonError, Reason
+from baton.kv.keys import BLOCK_SIZE
+from baton.registry.registry import Registry
+from baton.route import RouteReason
+from baton.rpc.errors import failure
+from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
+from services.router import explain, policy
+from services.router.index import PrefixIndex
+from services.router.metrics import RouterMetrics
+from services.router.rates import PrefillShare, Rates
+from services.router.reservations import Held, Reservations
+from services.router.workers import Workers
+
+
+class RouterService(router_pb2_grpc.RouterServiceServicer):
+    """Answers from memory only: a route never waits for another process."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        index: PrefixIndex,
+        reservations: Reservations,
+        rates: Rates,
+        shares: PrefillShare,
+        parameters: policy.Parameters,
+        registry: Registry,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._workers = workers
+        self._index = index
+        self._reservations = reservations
+        self._rates = rates
+        self._shares = shares
+        self._parameters = parameters
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        metrics.index_keys.set_function(lambda: len(index))
+        metrics.index_dropped.set_function(lambda: index.dropped)
+        metrics.index_gaps.set_function(lambda: index.gaps)
+        metrics.reservations.set_function(lambda: len(reservations))
+        metrics.reservations_expired.set_function(lambda: reservations.expired)
+        for state in ("serving", "degraded", "draining", "quarantined"):
+            metrics.workers.labels(state).set_function(
+                lambda state=state: sum(workers.state(known) == state for known in workers.all())
+            )
+
+    async def Route(self, request: router_pb2.RouteRequest, context: grpc.aio.ServicerContext) -> router_pb2.RouteReply:
+        """The cheapest plan, its load reserved; or the reason why there is none."""
+        began = time.perf_counter()
+        try:
+            choice, _ = self._decide(request, exhaustive=False)
+        except BatonError as error:
+            self._metrics.refusals.labels(error.reason.name).inc()
+            return router_pb2.RouteReply(failure=failure(error))
+        self._reserve(request, choice.winner)
+        self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
+        self._metrics.route_seconds.observe(time.perf_counter() - began)
+        return router_pb2.RouteReply(plan=self._plan(choice, request))
+
+    async def Explain(
+        self, request: router_pb2.RouteRequest, context: grpc.aio.ServicerContext
+    ) -> router_pb2.ExplainReply:
+        """Every candidate's terms, cheapest first, those that may not be taken last. Reserves nothing."""
+        reply = router_pb2.ExplainReply()
+        winner = None
+        try:
+            choice, found = self._decide(request, exhaustive=True)
+            winner = choice.winner
+            reply.plan.CopyFrom(self._plan(choice, request))
+        except _RefusedError as refused:
+            found = refused.found
+            reply.failure.CopyFrom(failure(refused))
+        except BatonError as error:
+            return router_pb2.ExplainReply(failure=failure(error))
+        speaks = {k.worker.id: frozenset(k.worker.transports) for k in self._workers.of_model(request.model)}
+        for item in sorted(found, key=lambda c: (bool(c.excluded), c.total)):
+            reply.candidates.append(explain.candidate(item, winner, speaks))
+        return reply
+
+    async def Report(
+        self, request: router_pb2.ReportRequest, context: grpc.aio.ServicerContext
+    ) -> router_pb2.ReportReply:
+        """Learn from what became of requests; take workers out whose connection failed."""
+        for outcome in request.outcomes:
+            self._reservations.end(outcome.uid, outcome.attempt)
+            self._metrics.outcomes.labels(Reason.from_name(outcome.reason).name if outcome.reason else "ok").inc()
+            route = outcome.route
+            self._rates.moved(
+                route.prefill or outcome.prefill, route.worker or outcome.worker, route.kv_bytes, route.kv_seconds
+            )
+            if not outcome.reason:
+                self._rates.answered(outcome.output_tokens)
+            for worker in outcome.failed_workers:
+                self._metrics.reported_failures.inc()
+                self._workers.failed(worker, f"connection failed, says a frontend ({outcome.reason or 'no reason'})")
+        return router_pb2.ReportReply()
+
+    async def View(self, request: router_pb2.ViewRequest, context: grpc.aio.ServicerContext) -> router_pb2.ViewReply:
+        """What this router knows of the fleet."""
+        self._reservations.expire(self._clock())
+        state = self._registry.state
+        reply = router_pb2.ViewReply(
+            registry="connected" if state.connected else f"lost since {state.since:.0f}", indexed_keys=len(self._index)
+        )
+        for known in sorted(self._workers.all(), key=lambda k: k.worker.id):
+            held = self._reservations.on(known.worker.id)
+            reply.workers.add(
+                worker=known.worker,
+                load=known.load,
+                state=self._workers.state(known),
+                indexed_blocks=self._index.held_by(known.worker.id),
+                reserved_prefill_tokens=held.prefill_tokens,
+                reserved_streams=held.streams,
+            )
+        return reply
+
+    async def CheckIntegrity(
+        self, request: worker_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.CheckIntegrityReply:
+        """The leak check of index and reservations."""
+        self._reservations.expire(self._clock())
+        return worker_pb2.CheckIntegrityReply(
+            findings=self._index.check_integrity() + self._reservations.check_integrity()
+        )
+
+    def _decide(
+        self, request: router_pb2.RouteRequest, *, exhaustive: bool
+    ) -> tuple[policy.Choice, list[policy.Candidate]]:
+        _check(request)
+        now = self._clock()
+        self._reservations.expire(now)
+        states = [self._workers.snapshot(known, now) for known in self._workers.of_model(request.model)]
+        if not states:
+            raise self._nobody(request.model)
+        ask = policy.Ask(
+            uid=request.uid,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
+            hits=self._hits(request, states),
+            exclude=frozenset(request.exclude),
+            merged_only=request.merged_only,
+            strict=request.fallback == worker_pb2.FALLBACK_STRICT,
+            ttft_slo_s=request.ttft_slo_s,
+        )
+        found = policy.candidates(states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive)
+        choice = policy.choose(found, ask, self._parameters)
+        if isinstance(choice, policy.Refusal):
+            raise _RefusedError(choice, found)
+        return choice, found
+
+    def _hits(self, request: router_pb2.RouteRequest, states: list[policy.WorkerState]) -> dict[str, int]:
+        """Prefix-hit tokens by worker. A block of k x 32 tokens is named by every k-th logical key."""
+        hits: dict[str, int] = {}
+        for size in {state.block_size for state in states}:
+            factor = max(1, size // BLOCK_SIZE)
+            for worker, blocks in self._index.prefix(request.keys[factor - 1 :: factor]).items():
+                if self._workers.get(worker).worker.block_size == size:
+                    hits[worker] = blocks * size
+        return hits
+
+    def _nobody(self, model: str) -> BatonError:
+        if self._workers.knows(model) or not any(self._workers.all()):
+            return BatonError(Reason.DECODE_UNAVAILABLE, f"no worker for model {model!r} is registered")
+        return BatonError(Reason.MODEL_NOT_FOUND, f"no worker serves model {model!r}", param="model")
+
+    def _reserve(self, request: router_pb2.RouteRequest, winner: policy.Candidate) -> None:
+        now = self._clock()
+        worker, prefill = winner.worker, winner.prefill
+        computes = prefill or worker
+        tokens = request.prompt_tokens - winner.cached_tokens
+        parts = {worker.id: Held(streams=1, blocks=worker.blocks_for(request.prompt_tokens))}
+        if prefill is not None:
+            parts[prefill.id] = Held(prefill_tokens=tokens, blocks=prefill.blocks_for(request.prompt_tokens))
+        else:
+            parts[worker.id].prefill_tokens = tokens
+        self._reservations.take(request.uid, request.attempt, parts, now)
+        self._shares.add(computes.id, policy.prefill_seconds(computes, tokens), now)
+
+    def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
+        plan = explain.plan(choice, {known.worker.id: known.worker for known in self._workers.of_model(request.model)})
+        if request.attempt:
+            plan.reasons.append(RouteReason.REROUTED.value)
+        return plan
+
+
+class _RefusedError(BatonError):
+    """No plan; carries the candidates for `Explain`."""
+
+    def __init__(self, refusal: policy.Refusal, found: list[policy.Candidate]) -> None:
+        super().__init__(refusal.reason, refusal.message)
+        self.found = found
+
+
+def _check(request: router_pb2.RouteRequest) -> None:
+    if not request.uid:
+        raise BatonError(Reason.INVALID_REQUEST, "a request needs a uid", param="uid")
+    if not request.prompt_tokens:
+        raise BatonError(Reason.INVALID_REQUEST, "a request needs a prompt", param="prompt_tokens")
+    if request.deadline and request.deadline <= time.time():
+        raise BatonError(Reason.DEADLINE_EXCEEDED, "the request's deadline has passed")

@@ -1,0 +1,18 @@
+"""What can be set of a router."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from baton.config import ServiceSettings
+
+
+class RouterSettings(ServiceSettings):
+    """Flags of `python -m services.router`."""
+
+    max_index_keys: int = Field(
+        default=1_000_000, gt=0, description="Block keys the prefix index holds at most (about 200 bytes each)."
+    )
+    stall_weight: float = Field(
+        default=1.0, ge=0.0, description="Seconds of this request that a frozen stream's second is worth."
+    )

@@ -1,0 +1,113 @@
+"""The prefix index: a state machine against a model of plain sets, and its bounds."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from services.router.index import PrefixIndex
+
+WORKERS = st.sampled_from(["a", "b", "c"])
+KEYS = st.lists(st.integers(0, 30).map(lambda n: bytes([n])), max_size=6)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Streams that snapshot, change, lose an event, restart and leave."""
+
+    @initialize()
+    def start(self) -> None:
+        self.index = PrefixIndex(max_keys=1000)
+        self.truth: dict[str, set[bytes]] = {}
+        self.place: dict[str, tuple[int, int]] = {}
+
+    @rule(worker=WORKERS, epoch=st.integers(1, 3), seq=st.integers(0, 9), keys=KEYS)
+    def snapshot(self, worker: str, epoch: int, seq: int, keys: list[bytes]) -> None:
+        assert self.index.apply(worker, epoch, seq, stored=keys, removed=[], cleared=True)
+        self.truth[worker], self.place[worker] = set(keys), (epoch, seq)
+
+    @rule(worker=WORKERS, stored=KEYS, removed=KEYS)
+    def change(self, worker: str, stored: list[bytes], removed: list[bytes]) -> None:
+        if worker not in self.place:
+            return
+        epoch, seq = self.place[worker]
+        assert self.index.apply(worker, epoch, seq + 1, stored=stored, removed=removed, cleared=False)
+        self.truth[worker] = (self.truth[worker] - set(removed)) | set(stored)
+        self.place[worker] = epoch, seq + 1
+
+    @rule(worker=WORKERS, skip=st.integers(0, 5).filter(lambda n: n != 1), keys=KEYS)
+    def gap(self, worker: str, skip: int, keys: list[bytes]) -> None:
+        epoch, seq = self.place.get(worker, (1, 0))
+        assert not self.index.apply(worker, epoch, seq + skip, stored=keys, removed=[], cleared=False)
+        self._lost(worker)
+
+    @rule(worker=WORKERS, keys=KEYS)
+    def new_epoch_without_a_snapshot(self, worker: str, keys: list[bytes]) -> None:
+        epoch, seq = self.place.get(worker, (1, 0))
+        assert not self.index.apply(worker, epoch + 7, seq + 1, stored=keys, removed=[], cleared=False)
+        self._lost(worker)
+
+    @rule(worker=WORKERS)
+    def leave(self, worker: str) -> None:
+        self.index.forget(worker)
+        self._lost(worker)
+
+    @rule(keys=KEYS)
+    def look_up(self, keys: list[bytes]) -> None:
+        expected = {}
+        for worker, held in self.truth.items():
+            depth = next((i for i, key in enumerate(keys) if key not in held), len(keys))
+            if depth:
+                expected[worker] = depth
+        assert self.index.prefix(keys) == expected
+
+    def _lost(self, worker: str) -> None:
+        self.truth.pop(worker, None)
+        self.place.pop(worker, None)
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        assert self.index.check_integrity() == []
+        assert len(self.index) == len(set().union(*self.truth.values()))
+        for worker in ("a", "b", "c"):
+            assert self.index.held_by(worker) == len(self.truth.get(worker, ()))
+            assert self.index.exact(worker) == (worker in self.truth)
+
+
+IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndex = IndexMachine.TestCase
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [n.to_bytes(4, "big") for n in numbers]
+
+
+def test_bounded_by_forgetting_the_oldest_for_every_holder() -> None:
+    index = PrefixIndex(max_keys=3)
+    index.apply("a", 1, 1, stored=keys(1, 2), removed=[], cleared=True)
+    index.apply("b", 1, 1, stored=keys(1, 3), removed=[], cleared=True)
+    index.apply("b", 1, 2, stored=keys(4), removed=[], cleared=False)
+    assert len(index) == 3
+    assert index.dropped == 1
+    assert index.prefix(keys(1)) == {}
+    assert index.prefix(keys(2)) == {"a": 1}
+    assert index.apply("a", 1, 2, stored=[], removed=keys(1), cleared=False), "removal of a forgotten key is no gap"
+    assert index.check_integrity() == []
+
+
+def test_a_freed_bit_is_not_inherited() -> None:
+    index = PrefixIndex(max_keys=10)
+    index.apply("a", 1, 1, stored=keys(1), removed=[], cleared=True)
+    index.forget("a")
+    index.apply("b", 1, 1, stored=keys(2), removed=[], cleared=True)
+    assert index.prefix(keys(1)) == {}
+    assert index.prefix(keys(2)) == {"b": 1}
+
+
+def test_the_check_finds_a_lost_direction() -> None:
+    index = PrefixIndex(max_keys=10)
+    index.apply("a", 1, 1, stored=keys(1), removed=[], cleared=True)
+    index._places.clear()
+    assert index.check_integrity() != []
