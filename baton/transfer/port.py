@@ -72,9 +72,11 @@ class Transport(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    async def start(self, arena: Arena, owner: str, epoch: int) -> None:
+    async def start(self, arena: Arena, owner: str, epoch: int, *, slot_bytes: int | None = None) -> None:
         """Register `arena` (once, for the life of the process) and become readable as `owner` in `epoch`.
 
+        `slot_bytes` is how long the slots are that we read into: a longer handle is refused, since its bytes would run
+        into the neighbour's. None means that the caller checks that itself.
         Raises BatonError(KV_TRANSFER_FAILED) when the library or its backend is not to be had here.
         """
 
@@ -98,8 +100,9 @@ class Transport(abc.ABC):
 
         Never raises for a failed block: every block's fate is in the report (KV_TRANSFER_TIMEOUT, KV_TRANSFER_FAILED,
         KV_STALE_EPOCH when the owner is not paired in that epoch, KV_BAD_HANDLE when a segment lies outside the owner's
-        arena, KV_CHECKSUM_MISMATCH when `verify` and the sum differs). Cancelling the awaiting task is safe: what
-        cannot be stopped becomes late and is told to `quarantined`.
+        arena or it does not fit its slot, KV_CHECKSUM_MISMATCH when `verify` and the sum differs). Cancelling the
+        awaiting task is safe: what cannot be stopped becomes late and is told to `quarantined`. A destination that
+        touches a quarantined one is refused (KV_TRANSFER_FAILED). After KV_TRANSFER_FAILED, `pair` again.
         """
 
     @abc.abstractmethod
@@ -108,7 +111,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def lease(self) -> AbstractContextManager[None]:
-        """While at least one lease is open, peers' reads from us make progress (nixl polls each 1-2 ms; else it sleeps)."""
+        """While at least one is open, peers can read from us: nixl makes progress each 1 ms then, and else sleeps."""
 
     @abc.abstractmethod
     async def close(self) -> None:

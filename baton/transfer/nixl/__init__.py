@@ -1,0 +1,1 @@
+"""READ through NIXL and its UCX backend: RDMA, shared memory, TCP."""

@@ -1,0 +1,260 @@
+"""The thread that drives an agent: posts reads, watches them to their end, and lets peers make progress.
+
+    asleep            nothing in flight, no lease: the thread waits on an event and costs nothing
+    lease             one `progress` each millisecond (measured: full speed for peers, 2-4 % of a core)
+    reads in flight   polled after a sixteenth of the time already waited, at most each millisecond; late ones each 5 ms
+
+A peer has at most `IN_FLIGHT` reads posted; the rest wait in order. So a stopped peer owes a bounded number of bytes,
+and gets no new reads until it has paid. A remote agent is removed only when nothing from it is in flight: NIXL then
+reports the request as unknown while its bytes still land.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from baton.transfer.nixl.agent import Agent, AgentError
+
+IN_FLIGHT = 4
+LEASE_POLL_S = 0.001
+LATE_POLL_S = 0.005
+SPIN_S = 0.00005
+"""Below this a wait costs more than another look."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Link:
+    """A remote agent as the driver sees it: `name` under which NIXL knows it, what is posted to it and what waits."""
+
+    name: str
+    posted: int = 0
+    waiting: deque[Transfer] = field(default_factory=deque)
+    broken: str | None = None
+    closed: bool = False
+
+
+class Transfer(ABC):
+    """One NIXL request. The driver calls `begin` just before it posts it, `settle` when no byte can come any more."""
+
+    __slots__ = ("link", "local", "posted_at", "remote", "request")
+
+    def __init__(self, link: Link, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> None:
+        self.link = link
+        self.local = local
+        self.remote = remote
+        self.request = 0
+        self.posted_at = 0.0
+
+    @abstractmethod
+    def begin(self) -> bool:
+        """False when nobody wants it any more; it is dropped then and never settled."""
+
+    @abstractmethod
+    def settle(self, error: str | None) -> None:
+        """It is over, in whichever thread saw it. Must not block."""
+
+    @abstractmethod
+    def late(self) -> bool:
+        """Whether nobody waits for it: it is watched at leisure."""
+
+
+class Driver:
+    """Owns `agent`. `submit`, `call` and `try_post` come from one event loop's thread, the rest is the driver's own."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._turn = threading.Lock()  # whoever holds it may use the agent and the links
+        self._wake = threading.Event()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._links: set[Link] = set()
+        self._posted: list[Transfer] = []
+        self._leases = 0
+        self._closing = False
+        self.failure: str | None = None
+        """Why the thread ended unasked, if it did; reads are refused then."""
+        self._thread = threading.Thread(target=self._run, name="baton-nixl", daemon=True)
+        self._thread.start()
+
+    # --- called by the event loop -------------------------------------------------------------------------------
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Run `work` in the thread, with the agent to itself."""
+        self._inbox.append(work)
+        self._wake.set()
+
+    def submit(self, transfer: Transfer) -> None:
+        """Post `transfer` when its link's turn comes."""
+        self.call(lambda: self._enqueue(transfer))
+
+    def try_post(self, transfer: Transfer) -> bool:
+        """Post it here and now if the agent is free and the link has nothing before it; else False, nothing done.
+
+        For small reads: two hops between threads cost as much as copying a megabyte.
+        """
+        link = transfer.link
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if link.waiting or link.posted >= IN_FLIGHT or link.broken is not None:
+                return False
+            self._post(transfer)
+        finally:
+            self._turn.release()
+        if transfer.request:
+            self._wake.set()
+        return True
+
+    def lease(self, change: int) -> None:
+        """One more (+1) or one fewer (-1) reason to let peers make progress."""
+        self._leases += change
+        if self._leases == 1:
+            self._wake.set()
+
+    def knows(self, name: str) -> bool:
+        """Whether an agent of that name is still there, perhaps only because reads from it are in flight (`call`)."""
+        return any(link.name == name for link in self._links)
+
+    def adopt(self, link: Link, said: str) -> None:
+        """Look after `link`; `said` is the name its metadata carried. In the driver's thread (`call`)."""
+        if said == link.name:
+            self._links.add(link)
+            return
+        link.broken = f"the metadata is that of {said}, not of {link.name}"
+        if not self.knows(said):
+            self._agent.remove(said)
+
+    def drop(self, link: Link) -> None:
+        """Fail what waits on `link` and remove its agent as soon as nothing from it is in flight (`call`)."""
+        link.closed = True
+        link.broken = link.broken or "dropped"
+        self._fail_waiting(link)
+        self._remove_if_drained(link)
+
+    def close(self) -> None:
+        """Stop the thread; with reads in flight it stays until they end, for their requests must not go before them."""
+        self._closing = True
+        self._wake.set()
+        if not self._posted:
+            self._thread.join(timeout=5.0)
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._posted or self._inbox or not self._closing:
+                busy = self._pass()
+                pause = 0.0 if busy else self._pause()
+                if pause is None or pause > SPIN_S:
+                    self._wake.wait(pause)
+                self._wake.clear()
+        except Exception as error:
+            self.failure = repr(error)
+            log.critical("nixl driver ended", error=self.failure, exc_info=True)
+
+    def _pass(self) -> bool:
+        """One round: orders, a post for each link, a look at what is in flight. True when more can be posted."""
+        with self._turn:
+            while self._inbox:
+                self._inbox.popleft()()
+        more = False
+        for link in [link for link in self._links if link.waiting]:
+            with self._turn:
+                if link.waiting and link.posted < IN_FLIGHT:
+                    self._post(link.waiting.popleft())
+                more = more or bool(link.waiting and link.posted < IN_FLIGHT)
+        with self._turn:
+            for transfer in list(self._posted):
+                self._look(transfer)
+            if self._leases > 0:
+                self._agent.progress()
+        return more or bool(self._inbox)
+
+    def _pause(self) -> float | None:
+        pause = LEASE_POLL_S if self._leases > 0 else None
+        now = time.monotonic()
+        for transfer in list(self._posted):
+            wait = LATE_POLL_S if transfer.late() else min(LEASE_POLL_S, (now - transfer.posted_at) / 16)
+            pause = wait if pause is None else min(pause, wait)
+        return pause
+
+    # --- with the turn ------------------------------------------------------------------------------------------
+
+    def _enqueue(self, transfer: Transfer) -> None:
+        if transfer.link.broken is None:
+            transfer.link.waiting.append(transfer)
+        elif transfer.begin():
+            transfer.settle(transfer.link.broken)
+
+    def _post(self, transfer: Transfer) -> None:
+        if not transfer.begin():
+            return
+        try:
+            request = self._agent.create(transfer.link.name, transfer.local, transfer.remote)
+        except AgentError as error:
+            self._settle(transfer, str(error))
+            return
+        try:
+            done = self._agent.post(request)
+        except AgentError as error:
+            self._release(request)
+            self._settle(transfer, str(error))
+            return
+        if done:
+            self._release(request)
+            transfer.settle(None)
+            return
+        transfer.request = request
+        transfer.posted_at = time.monotonic()
+        transfer.link.posted += 1
+        self._posted.append(transfer)
+
+    def _look(self, transfer: Transfer) -> None:
+        failure: str | None = None
+        try:
+            if not self._agent.finished(transfer.request):
+                return
+        except AgentError as error:
+            failure = str(error)
+        self._posted.remove(transfer)
+        transfer.link.posted -= 1
+        self._release(transfer.request)
+        self._settle(transfer, failure)
+        self._remove_if_drained(transfer.link)
+
+    def _settle(self, transfer: Transfer, failure: str | None) -> None:
+        if failure is not None and transfer.link.broken is None:
+            transfer.link.broken = failure
+            log.warning("nixl link broken", peer=transfer.link.name, error=failure)
+        transfer.settle(failure)
+        if failure is not None:
+            self._fail_waiting(transfer.link)
+
+    def _fail_waiting(self, link: Link) -> None:
+        while link.waiting:
+            transfer = link.waiting.popleft()
+            if transfer.begin():
+                transfer.settle(link.broken or "link closed")
+
+    def _remove_if_drained(self, link: Link) -> None:
+        if not link.closed or link.posted or link not in self._links:
+            return
+        self._links.discard(link)
+        try:
+            self._agent.remove(link.name)
+        except AgentError as error:
+            log.warning("nixl agent not removed", peer=link.name, error=str(error))
+
+    def _release(self, request: int) -> None:
+        try:
+            self._agent.release(request)
+        except AgentError as error:
+            log.warning("nixl request not released", error=str(error))

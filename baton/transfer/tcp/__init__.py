@@ -1,0 +1,1 @@
+"""READ over plain sockets: a small scatter-read protocol of our own."""
