@@ -31,6 +31,8 @@ _CHANNEL_OPTIONS = [
     # etcd answers pings more frequent than 5 s, or without a stream, with GOAWAY.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    # Without this a lost ping is noticed after 60 s, whatever the keep-alive time-out says.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import orjson
 import structlog
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -53,6 +54,7 @@ class View(Generic[M]):
         self._confirm = confirm
         self._items: dict[str, M] = {}
         self._suspects: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callback[M]] = []
         self._synced = asyncio.Event()
         self._gone_at: deque[float] = deque()
@@ -92,11 +94,10 @@ class View(Generic[M]):
 
     async def close(self) -> None:
         """Stop confirming suspects; the view stays as it is."""
-        tasks = list(self._suspects.values())
         self._suspects.clear()
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def replace(self, values: Mapping[str, bytes]) -> None:
         """A complete list: what it has is set, what it lacks is in doubt."""
@@ -118,10 +119,13 @@ class View(Generic[M]):
 
     def _set(self, id: str, value: bytes) -> None:
         try:
-            message = json_format.Parse(value, self._type(), ignore_unknown_fields=True)
-        except (json_format.ParseError, UnicodeDecodeError) as error:
+            content = orjson.loads(value)
+            if not isinstance(content, dict):
+                raise TypeError("not a JSON object")
+            message = json_format.ParseDict(content, self._type(), ignore_unknown_fields=True)
+        except Exception as error:  # anybody can write there, and a bad value must not end the watch
             self.invalid += 1
-            _log.error("registry value ignored", kind=self.kind, id=id, error=str(error))
+            _log.error("registry value ignored", kind=self.kind, id=id, error=repr(error))
             return
         self._absolve(id)
         if self._items.get(id) != message:
@@ -145,11 +149,17 @@ class View(Generic[M]):
             _log.warning("mass removal held back", kind=self.kind, gone=recent, ids=ids[:8])
         for id in ids:
             if self._confirm is not None:
-                self._suspects[id] = asyncio.create_task(self._ask(id, self._confirm), name=f"confirm {id}")
+                self._suspect(id, self._ask(id, self._confirm))
             elif mass:
-                self._suspects[id] = asyncio.create_task(self._wait(id), name=f"suspect {id}")
+                self._suspect(id, self._wait(id))
             else:
                 self._remove(id)
+
+    def _suspect(self, id: str, doubt: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(doubt, name=f"suspect {id}")
+        self._suspects[id] = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, id: str, confirm: Confirm[M]) -> None:
         backoff = Backoff(1.0, 30.0)
