@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from baton.errors import BatonError
+from baton.transfer.choose import Endpoint, choose
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.router.policy import Candidate, Choice, Mode, WorkerState
 
@@ -41,13 +43,17 @@ def milliseconds(candidate: Candidate) -> dict[str, float]:
     return {name: seconds * 1e3 for name, seconds in candidate.terms.items()} | {"ttft": candidate.ttft * 1e3}
 
 
-def candidate(
-    item: Candidate, chosen: Candidate | None, transports: Mapping[str, frozenset[str]]
-) -> router_pb2.Candidate:
-    """One candidate for `Explain`. `transports` are what each worker speaks."""
-    shared: frozenset[str] = frozenset()
-    if item.prefill is not None:
-        shared = transports[item.worker.id] & transports[item.prefill.id]
+def expected_transport(reader: registry_pb2.Worker, owner: registry_pb2.Worker) -> str:
+    """What the two would choose, as far as registrations tell (they do not tell RDMA); empty when they share none."""
+    ends = [Endpoint(worker.host, False, worker.transports) for worker in (reader, owner)]
+    try:
+        return choose(*ends).transport
+    except BatonError:
+        return ""
+
+
+def candidate(item: Candidate, chosen: Candidate | None, transport: str) -> router_pb2.Candidate:
+    """One candidate for `Explain`."""
     return router_pb2.Candidate(
         mode=_MODES[item.mode],
         worker=item.worker.id,
@@ -57,5 +63,5 @@ def candidate(
         cached_tokens=item.cached_tokens,
         chosen=item is chosen,
         excluded=item.excluded,
-        transport=",".join(sorted(shared)),
+        transport=transport,
     )

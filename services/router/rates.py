@@ -27,6 +27,7 @@ class Speed:
 class _Moved:
     bytes: float
     seconds: float
+    transport: str
 
 
 class Rates:
@@ -51,14 +52,15 @@ class Rates:
         speed.prefill_tok_s = prefill_tok_s if prefill_tok_s > 0 else speed.prefill_tok_s
         speed.step_s = step_s if step_s > 0 else speed.step_s
 
-    def moved(self, prefill: str, decode: str, moved_bytes: int, seconds: float) -> None:
+    def moved(self, prefill: str, decode: str, moved_bytes: int, seconds: float, transport: str) -> None:
         """A hand-over moved `moved_bytes` in `seconds`. Large ones count for more: the rate is a ratio of averages."""
         if moved_bytes <= 0 or seconds <= 0 or prefill not in self._speed or decode not in self._speed:
             return
         pair = self._moved.get((prefill, decode))
         if pair is None:
-            self._moved[prefill, decode] = _Moved(moved_bytes, seconds)
+            self._moved[prefill, decode] = _Moved(moved_bytes, seconds, transport)
             return
+        pair.transport = transport
         pair.bytes += self._gain * (moved_bytes - pair.bytes)
         pair.seconds += self._gain * (seconds - pair.seconds)
 
@@ -78,6 +80,11 @@ class Rates:
             return pair.bytes / pair.seconds
         registered = self._registered_transfer
         return min(registered.get(prefill, DEFAULT_TRANSFER_BYTES_S), registered.get(decode, DEFAULT_TRANSFER_BYTES_S))
+
+    def transport(self, prefill: str, decode: str) -> str:
+        """The transport by which the last hand-over of the pair went; empty before the first."""
+        pair = self._moved.get((prefill, decode))
+        return pair.transport if pair is not None else ""
 
     def forget(self, worker: str) -> None:
         """Drop everything learnt about `worker`."""

@@ -84,9 +84,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             reply.failure.CopyFrom(failure(refused))
         except BatonError as error:
             return router_pb2.ExplainReply(failure=failure(error))
-        speaks = {k.worker.id: frozenset(k.worker.transports) for k in self._workers.of_model(request.model)}
         for item in sorted(found, key=lambda c: (bool(c.excluded), c.total)):
-            reply.candidates.append(explain.candidate(item, winner, speaks))
+            reply.candidates.append(explain.candidate(item, winner, self._transport(item)))
         return reply
 
     async def Report(
@@ -97,14 +96,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self._reservations.end(outcome.uid, outcome.attempt)
             self._metrics.outcomes.labels(Reason.from_name(outcome.reason).name if outcome.reason else "ok").inc()
             route = outcome.route
-            self._rates.moved(
-                route.prefill or outcome.prefill, route.worker or outcome.worker, route.kv_bytes, route.kv_seconds
-            )
+            prefill, worker = route.prefill or outcome.prefill, route.worker or outcome.worker
+            self._rates.moved(prefill, worker, route.kv_bytes, route.kv_seconds, route.transport)
             if not outcome.reason:
                 self._rates.answered(outcome.output_tokens)
-            for worker in outcome.failed_workers:
+            for failed in outcome.failed_workers:
                 self._metrics.reported_failures.inc()
-                self._workers.failed(worker, f"connection failed, says a frontend ({outcome.reason or 'no reason'})")
+                self._workers.failed(failed, f"connection failed, says a frontend ({outcome.reason or 'no reason'})")
         return router_pb2.ReportReply()
 
     async def View(self, request: router_pb2.ViewRequest, context: grpc.aio.ServicerContext) -> router_pb2.ViewReply:
@@ -169,6 +167,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 if self._workers.get(worker).worker.block_size == size:
                     hits[worker] = blocks * size
         return hits
+
+    def _transport(self, item: policy.Candidate) -> str:
+        """By which transport the pair's last hand-over went, or, before the first, by which it should."""
+        if item.prefill is None:
+            return ""
+        known = self._rates.transport(item.prefill.id, item.worker.id)
+        decode, prefill = self._workers.get(item.worker.id).worker, self._workers.get(item.prefill.id).worker
+        return known or explain.expected_transport(decode, prefill)
 
     def _nobody(self, model: str) -> BatonError:
         if self._workers.knows(model) or not any(self._workers.all()):

@@ -31,9 +31,10 @@ def test_transfer_is_a_ratio_of_averages() -> None:
     rates.register("p", 0, 0, 4e9)
     rates.register("d", 0, 0, 0)
     assert rates.transfer("p", "d") == DEFAULT_TRANSFER_BYTES_S
-    rates.moved("p", "d", 1_000_000_000, 0.5)
+    rates.moved("p", "d", 1_000_000_000, 0.5, "nixl")
     assert rates.transfer("p", "d") == pytest.approx(2e9)
-    rates.moved("p", "d", 1_000, 0.1)  # a tiny, slow one hardly counts
+    assert rates.transport("p", "d") == "nixl"
+    rates.moved("p", "d", 1_000, 0.1, "nixl")  # a tiny, slow one hardly counts
     assert rates.transfer("p", "d") > 1.5e9
     assert rates.transfer("p", "other") == DEFAULT_TRANSFER_BYTES_S
 
@@ -41,9 +42,9 @@ def test_transfer_is_a_ratio_of_averages() -> None:
 def test_nonsense_and_strangers_are_not_learnt() -> None:
     rates = Rates()
     rates.register("p", 0, 0, 0)
-    rates.moved("p", "stranger", 10, 1.0)
-    rates.moved("p", "p", 0, 1.0)
-    rates.moved("p", "p", 10, 0.0)
+    rates.moved("p", "stranger", 10, 1.0, "nixl")
+    rates.moved("p", "p", 0, 1.0, "nixl")
+    rates.moved("p", "p", 10, 0.0, "nixl")
     rates.answered(0)
     assert rates._moved == {}
     assert rates.output_tokens == 128.0
@@ -53,7 +54,7 @@ def test_forget_drops_every_pair() -> None:
     rates = Rates()
     for worker in ("p", "d"):
         rates.register(worker, 0, 0, 0)
-    rates.moved("p", "d", 10, 1.0)
+    rates.moved("p", "d", 10, 1.0, "nixl")
     rates.forget("d")
     assert rates._moved == {}
     assert set(rates._speed) == {"p"}

@@ -1,0 +1,77 @@
+"""What changes in the store, told to whoever watches: a snapshot first, then every change, numbered without a hole.
+
+A watcher that does not keep up costs a bounded number of waiting events: beyond that its queue is dropped and it gets a
+new snapshot. Numbers count what one watcher was sent, so it needs no history of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys that came and went; `cleared` forgets everything before it."""
+
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    cleared: bool = False
+
+
+@dataclass
+class _Watcher:
+    waiting: deque[Change] = field(default_factory=deque)
+    behind: bool = True
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Events:
+    """`snapshot()` must return every key that is in the store at that moment."""
+
+    def __init__(self, snapshot: Callable[[], list[bytes]], queue: int = 1024) -> None:
+        self._snapshot = snapshot
+        self._queue = queue
+        self._watchers: list[_Watcher] = []
+        self.overflows = 0
+
+    @property
+    def watchers(self) -> int:
+        """How many watch now."""
+        return len(self._watchers)
+
+    def publish(self, change: Change) -> None:
+        """Tell everybody. Never waits."""
+        for watcher in self._watchers:
+            if watcher.behind:
+                continue
+            if len(watcher.waiting) >= self._queue:
+                watcher.waiting.clear()
+                watcher.behind = True
+                self.overflows += 1
+            else:
+                watcher.waiting.append(change)
+            watcher.wake.set()
+
+    async def watch(self) -> AsyncIterator[tuple[int, Change]]:
+        """(number, change) for ever, the first one `cleared` with everything that is here. Close it when done."""
+        watcher = _Watcher()
+        self._watchers.append(watcher)
+        number = 0
+        try:
+            while True:
+                watcher.wake.clear()
+                if watcher.behind:
+                    watcher.behind = False
+                    change = Change(stored=tuple(self._snapshot()), cleared=True)
+                elif watcher.waiting:
+                    change = watcher.waiting.popleft()
+                else:
+                    await watcher.wake.wait()
+                    continue
+                number += 1
+                yield number, change
+        finally:
+            self._watchers.remove(watcher)

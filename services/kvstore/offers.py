@@ -1,0 +1,215 @@
+"""Taking in what workers offer: the store READs it, verifies it, and seals it under its own epoch.
+
+A read runs as a task of the store's, not of the call: when the caller goes away, the read still ends within its
+deadline and its slots end in exactly one of sealed, free or quarantined. Key, generation and checksum are verified,
+so what arrived whole is right whoever has left since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, Reason
+from baton.kv.handle import Handle
+from baton.kv.keys import BLOCK_SIZE, KEY_BYTES
+from baton.rpc.tasks import Background
+from baton.transfer.port import Peer, ReadReport
+from baton.transfer.transports import Transports
+from services.kvstore.events import Change, Events
+from services.kvstore.host import HostTier, Slot
+from services.kvstore.metrics import KvStoreMetrics
+from services.kvstore.tier import BlockShape
+
+MAX_OFFER_S = 30.0
+"""The longest that one offer may take, whatever the caller allows."""
+MAX_BLOCKS = 4096
+"""Blocks in one offer."""
+
+
+@dataclass
+class Outcome:
+    """What became of an offer's blocks, by number."""
+
+    stored: int = 0
+    known: int = 0
+    refused: Counter[Reason] = field(default_factory=Counter)
+
+
+class Offers:
+    """`at_once` offers read at the same time, `waiting` more wait; others are refused: write-behind can come again."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        transports: Transports,
+        events: Events,
+        background: Background,
+        metrics: KvStoreMetrics,
+        at_once: int = 2,
+        waiting: int = 64,
+    ) -> None:
+        self._host = host
+        self._transports = transports
+        self._events = events
+        self._background = background
+        self._metrics = metrics
+        self._reading = asyncio.Semaphore(at_once)
+        self._limit = at_once + waiting
+        self._open = 0
+        self._coming: set[bytes] = set()
+
+    @property
+    def open(self) -> int:
+        """Offers that wait or read now."""
+        return self._open
+
+    async def take(self, peer: Peer, handles: Sequence[Handle], deadline_s: float) -> Outcome:
+        """Store what can be stored of `handles`, all `peer`'s, within `deadline_s`.
+
+        Raises BatonError for an offer that is wrong as a whole: INVALID_REQUEST, KV_LAYOUT_MISMATCH, NO_CAPACITY.
+        """
+        check(peer, handles)
+        deadline = time.monotonic() + min(deadline_s if deadline_s > 0 else MAX_OFFER_S, MAX_OFFER_S)
+        if self._open >= self._limit:
+            raise BatonError(Reason.NO_CAPACITY, f"{self._open} offers are open already")
+        done = asyncio.get_running_loop().create_future()
+        self._open += 1
+        self._background.spawn(self._run(peer, handles, deadline, done), f"offer of {peer.owner}")
+        outcome: Outcome = await done
+        return outcome
+
+    async def _run(self, peer: Peer, handles: Sequence[Handle], deadline: float, done: asyncio.Future[Outcome]) -> None:
+        try:
+            outcome = await self._store(peer, handles, deadline)
+            self._count(outcome)
+            if not done.done():
+                done.set_result(outcome)
+        except (BatonError, TimeoutError) as error:
+            known = (
+                error if isinstance(error, BatonError) else BatonError(Reason.DEADLINE_EXCEEDED, "offers are waiting")
+            )
+            self._metrics.refused.labels(known.reason.name).inc(len(handles))
+            if not done.done():
+                done.set_exception(known)
+        except Exception as error:
+            if not done.done():
+                done.set_exception(BatonError(Reason.INTERNAL, f"storing failed: {error}"))
+            raise
+        finally:
+            self._open -= 1
+            done.cancel()
+
+    async def _store(self, peer: Peer, handles: Sequence[Handle], deadline: float) -> Outcome:
+        outcome = Outcome()
+        async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+            await self._reading.acquire()
+        try:
+            self._host.fix(BlockShape(handles[0].fingerprint, handles[0].length, handles[0].tokens))
+            missing = self._missing(handles, outcome)
+            slots = self._host.reserve(len(missing))
+            outcome.refused[Reason.NO_CAPACITY] += len(missing) - len(slots)
+            wanted = missing[: len(slots)]
+            coming = {handle.key for handle in wanted}
+            self._coming |= coming
+            try:
+                await self._fill(peer, wanted, slots, deadline, outcome)
+            finally:
+                self._coming -= coming
+        finally:
+            self._reading.release()
+        return outcome
+
+    def _missing(self, handles: Sequence[Handle], outcome: Outcome) -> list[Handle]:
+        """Which blocks are to be read; the others are here, on their way, or not of this store's shape."""
+        shape = self._host.shape
+        assert shape is not None
+        missing: dict[bytes, Handle] = {}
+        known = []
+        for handle in handles:
+            if (handle.length, handle.tokens) != (shape.block_bytes, shape.tokens):
+                outcome.refused[Reason.KV_BAD_HANDLE] += 1
+            elif self._host.holds(handle.key):
+                known.append(handle.key)
+            elif handle.key in self._coming or handle.key in missing:
+                outcome.known += 1
+            else:
+                missing[handle.key] = handle
+        outcome.known += len(known)
+        self._host.touch(known)
+        return list(missing.values())
+
+    async def _fill(
+        self, peer: Peer, handles: list[Handle], slots: list[Slot], deadline: float, outcome: Outcome
+    ) -> None:
+        """READ `handles` into `slots`, seal what verified. On every exit each slot is sealed, free or quarantined."""
+        left = {slot.offset: slot for slot in slots}
+        try:
+            if not slots:
+                return
+            await self._transports.pair(peer, deadline)
+            report = await self._transports.read(handles, [slot.offset for slot in slots], deadline)
+            self._metrics.read_seconds.observe(report.seconds)
+            self._set_late_aside(report, left)
+            good = []
+            for block in report.blocks:
+                if block.reason is None:
+                    good.append((left[block.offset], block.handle.key))
+                else:
+                    outcome.refused[block.reason] += 1
+            sums = await asyncio.to_thread(lambda: [self._host.sum(slot, key) for slot, key in good])
+            for (slot, key), digest in zip(good, sums, strict=True):
+                del left[slot.offset]
+                self._host.commit(slot, key, digest)
+            outcome.stored += len(good)
+            if good:
+                self._host.touch([key for _, key in good])
+                self._events.publish(Change(stored=tuple(key for _, key in good)))
+        except BatonError as error:
+            outcome.refused[error.reason] += len(slots)
+        finally:
+            self._give_back(left)
+
+    def _set_late_aside(self, report: ReadReport, left: dict[int, Slot]) -> None:
+        for offset in report.late:
+            settled = report.settled
+            assert settled is not None, "late reads without a way to know their end"
+            self._host.quarantine(left.pop(offset), settled)
+
+    def _give_back(self, left: dict[int, Slot]) -> None:
+        """Only a read that was cancelled (the store is closing) can leave bytes on their way here: never free those."""
+        on_their_way = self._transports.quarantined() if left else frozenset()
+        for offset, slot in left.items():
+            if offset in on_their_way:
+                self._host.quarantine(slot, asyncio.get_running_loop().create_future())
+            else:
+                self._host.cancel(slot)
+
+    def _count(self, outcome: Outcome) -> None:
+        shape = self._host.shape
+        self._metrics.stored.inc(outcome.stored)
+        self._metrics.stored_bytes.inc(outcome.stored * (shape.block_bytes if shape else 0))
+        self._metrics.known.inc(outcome.known)
+        for reason, count in outcome.refused.items():
+            self._metrics.refused.labels(reason.name).inc(count)
+
+
+def check(peer: Peer, handles: Sequence[Handle]) -> None:
+    """Refuse an offer that cannot be one process's full blocks of one layout. Raises BatonError INVALID_REQUEST."""
+    if not handles or len(handles) > MAX_BLOCKS:
+        raise BatonError(Reason.INVALID_REQUEST, f"an offer has 1 to {MAX_BLOCKS} blocks, not {len(handles)}")
+    first = handles[0]
+    for handle in handles:
+        if (handle.owner, handle.epoch) != (peer.owner, peer.epoch):
+            raise BatonError(Reason.INVALID_REQUEST, f"{peer.owner} offers a block of {handle.owner}", param="handles")
+        if len(handle.key) != KEY_BYTES:
+            raise BatonError(
+                Reason.INVALID_REQUEST, f"a key has {KEY_BYTES} bytes, not {len(handle.key)}", param="handles"
+            )
+        if handle.fingerprint != first.fingerprint or not handle.fingerprint:
+            raise BatonError(Reason.INVALID_REQUEST, "an offer has blocks of one layout", param="handles")
+        if handle.length <= 0 or handle.tokens <= 0 or handle.tokens % BLOCK_SIZE:
+            raise BatonError(Reason.INVALID_REQUEST, "only full blocks can be offered", param="handles")

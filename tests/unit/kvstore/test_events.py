@@ -1,0 +1,56 @@
+"""Watching the store: a snapshot, then every change, numbered; a slow watcher gets a snapshot instead of a hole."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from services.kvstore.events import Change, Events
+
+WAIT = 20
+
+
+async def test_snapshot_then_changes_without_a_hole() -> None:
+    here = [b"a"]
+    events = Events(lambda: list(here))
+    async with aclosing(events.watch()) as changes:
+        assert await anext(changes) == (1, Change(stored=(b"a",), cleared=True))
+        events.publish(Change(stored=(b"b",)))
+        events.publish(Change(removed=(b"a",)))
+        assert await anext(changes) == (2, Change(stored=(b"b",)))
+        assert await anext(changes) == (3, Change(removed=(b"a",)))
+        assert events.watchers == 1
+    assert events.watchers == 0
+
+
+async def test_a_waiting_watcher_is_woken_and_a_cancelled_one_leaves() -> None:
+    events = Events(list)
+    seen: asyncio.Queue[tuple[int, Change]] = asyncio.Queue()
+
+    async def follow() -> None:
+        async with aclosing(events.watch()) as changes:
+            async for item in changes:
+                seen.put_nowait(item)
+
+    task = asyncio.create_task(follow())
+    async with asyncio.timeout(WAIT):
+        await seen.get()
+        events.publish(Change(stored=(b"x",)))
+        assert await seen.get() == (2, Change(stored=(b"x",)))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert events.watchers == 0
+
+
+async def test_a_watcher_that_falls_behind_starts_over_with_what_is_here() -> None:
+    here: list[bytes] = []
+    events = Events(lambda: list(here), queue=3)
+    async with aclosing(events.watch()) as changes:
+        await anext(changes)
+        for number in range(10):
+            here.append(bytes([number]))
+            events.publish(Change(stored=(bytes([number]),)))
+        assert await anext(changes) == (2, Change(stored=tuple(here), cleared=True))
+        events.publish(Change(removed=(b"z",)))
+        assert await anext(changes) == (3, Change(removed=(b"z",)))
+    assert events.overflows == 1
