@@ -1,0 +1,1 @@
+"""What prefill, decode and merged workers share: sessions, attempts, hand-over, registration, drain."""

@@ -1,0 +1,220 @@
+"""The attempts that live here: who owns each, what it has sent, and the one place where they are found and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+
+from baton.engine.port import FinishReason, FirstToken, Request, Reservation, TokenEvent, TokenLogprob
+from baton.errors import BatonError, Reason
+from baton.rpc.codec import logprob_to_pb
+from baton.rpc.errors import failure
+from baton.v1 import worker_pb2 as pb
+from baton.worker.metrics import WorkerMetrics
+from baton.worker.sessions import Session
+
+Key = tuple[str, int]
+"""(uid, attempt)."""
+
+
+class Stage(StrEnum):
+    """How far an attempt is."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+class Attempt:
+    """One attempt that streams from here: what is known of it, and the only way to its client.
+
+    Failure and Handback end the attempt and every choice that has not finished yet. Nothing is sent after the end.
+    """
+
+    def __init__(
+        self, request: Request, session: Session, plan: pb.Plan, strict: bool, worker: str, metrics: WorkerMetrics
+    ) -> None:
+        self.request = request
+        self.session = session
+        self.plan = plan
+        self.strict = strict
+        self.stage = Stage.QUEUED
+        self.started = time.monotonic()
+        self.route = pb.RouteTaken(mode=plan.mode, reasons=plan.reasons, worker=worker)
+        """What has happened so far; complete when the last event is sent."""
+        self.reservation: Reservation | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.open = set(request.choices)
+        self.emitted = False
+        """Whether the client has a token of this attempt."""
+        self._ended = asyncio.Event()
+        self._error: BatonError | None = None
+        self._aborted = False
+        self._metrics = metrics
+        self._route_told = False
+        self._last_token: dict[int, float] = {}
+
+    @property
+    def key(self) -> Key:
+        """(uid, attempt)."""
+        return self.request.uid, self.request.attempt
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and emitted tokens: what must have KV before the next token can be drawn."""
+        return len(self.request.prompt_ids) + len(self.request.emitted_ids)
+
+    async def finished(self) -> None:
+        """Wait until every choice has finished. Raises the BatonError with which the engine gave the request up."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        """Cancel its task, once: what the task then frees must not be interrupted by a second cancel."""
+        if self.task is not None and not self._aborted:
+            self._aborted = True
+            self.task.cancel()
+
+    def on_engine_event(self, event: TokenEvent) -> None:
+        """Pass a step's tokens of one choice on."""
+        if event.error is not None:
+            self._error = BatonError(event.error, event.message)
+            self._ended.set()
+            return
+        self._send_tokens(event.choice, event.offset, event.token_ids, event.logprobs, event.finish)
+
+    def send_first(self, first: Sequence[FirstToken], prompt_logprobs: Sequence[TokenLogprob | None] = ()) -> None:
+        """Pass on the first token of every choice, drawn where the prompt was computed."""
+        for i, token in enumerate(first):
+            logprobs = () if token.logprob is None else (token.logprob,)
+            self._send_tokens(
+                token.choice,
+                len(self.request.emitted_ids),
+                (token.token_id,),
+                logprobs,
+                token.finish,
+                prompt_logprobs if i == 0 else (),
+            )
+
+    def send_failure(self, error: BatonError) -> None:
+        """End with an error. After the end, nothing."""
+        self._metrics.attempts_failed.labels(error.reason.name).inc()
+        self._send_end(pb.Event(failure=failure(error)))
+
+    def send_handback(self, reason: Reason, verified_tokens: int) -> None:
+        """End by giving the request back to be routed again. After the end, nothing."""
+        self._send_end(pb.Event(handback=pb.Handback(reason=reason.name, verified_tokens=verified_tokens)))
+
+    def _send_tokens(
+        self,
+        choice: int,
+        offset: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        finish: FinishReason | None,
+        prompt_logprobs: Sequence[TokenLogprob | None] = (),
+    ) -> None:
+        if choice not in self.open:
+            self._metrics.late_events.inc()
+            return
+        self._measure(choice, len(token_ids))
+        event = pb.Event(choice=choice, offset=offset)
+        event.tokens.ids.extend(token_ids)
+        if logprobs:
+            event.tokens.logprobs.extend(logprob_to_pb(lp) for lp in logprobs)
+        if prompt_logprobs:
+            # The first prompt token has none: its place is kept by an empty message.
+            event.prompt_logprobs.extend(logprob_to_pb(lp) if lp else pb.Logprob() for lp in prompt_logprobs)
+        self.emitted = self.emitted or bool(token_ids)
+        if finish is not None:
+            event.finish = finish.value
+            self.open.discard(choice)
+        self._send(event, last=not self.open)
+        if not self.open:
+            self._ended.set()
+
+    def _send_end(self, event: pb.Event) -> None:
+        if not self.open:
+            return
+        event.choice = min(self.open)
+        event.offset = len(self.request.emitted_ids)
+        self.open.clear()
+        self._send(event, last=True)
+
+    def _send(self, event: pb.Event, *, last: bool) -> None:
+        event.uid, event.attempt = self.key
+        if last or not self._route_told:
+            event.route.CopyFrom(self.route)
+            self._route_told = True
+        self.session.push(event)
+
+    def _measure(self, choice: int, tokens: int) -> None:
+        now = time.monotonic()
+        before = self._last_token.get(choice)
+        if not tokens:
+            return
+        self._last_token[choice] = now
+        self._metrics.output_tokens.inc(tokens)
+        if before is not None:
+            self._metrics.itl_seconds.observe((now - before) / tokens)
+        elif not self.emitted:
+            self._metrics.ttft_seconds.observe(now - self.started)
+
+
+class Attempts:
+    """The live attempts of this process by (uid, attempt). `on_change` is called when one comes or goes."""
+
+    def __init__(self, metrics: WorkerMetrics, on_change: Callable[[], None] = lambda: None) -> None:
+        self._live: dict[Key, Attempt] = {}
+        self._metrics = metrics
+        self._on_change = on_change
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(list(self._live.values()))
+
+    def add(self, attempt: Attempt) -> None:
+        """Take it in. Raises BatonError DUPLICATE_REQUEST while one of the same (uid, attempt) lives."""
+        if attempt.key in self._live:
+            raise BatonError(Reason.DUPLICATE_REQUEST, f"attempt {attempt.key[1]} of {attempt.key[0]} is running here")
+        self._live[attempt.key] = attempt
+        self._idle.clear()
+        self._on_change()
+
+    def remove(self, attempt: Attempt) -> None:
+        """Let it go. Idempotent."""
+        if self._live.get(attempt.key) is attempt:
+            del self._live[attempt.key]
+            attempt.stage = Stage.ENDED
+            self._on_change()
+        if not self._live:
+            self._idle.set()
+
+    def get(self, uid: str, attempt: int) -> Attempt | None:
+        """The live attempt of that name."""
+        return self._live.get((uid, attempt))
+
+    def of(self, session: Session) -> list[Attempt]:
+        """The session's live attempts."""
+        return [a for a in self._live.values() if a.session is session]
+
+    async def idle(self) -> None:
+        """Wait until none lives."""
+        await self._idle.wait()
+
+    def dispatch(self, events: Sequence[TokenEvent]) -> None:
+        """Pass one step's events on: all that one session gets from here become one frame."""
+        for event in events:
+            attempt = self._live.get((event.uid, event.attempt))
+            if attempt is None:
+                self._metrics.late_events.inc()
+            else:
+                attempt.on_engine_event(event)

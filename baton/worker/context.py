@@ -1,0 +1,86 @@
+"""What every part of a worker process needs to know of the process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engine.port import Engine, EngineSpec, Reader
+from baton.errors import BatonError, Reason
+from baton.kv.handle import Handle
+from baton.rpc.channel import Channels
+from baton.rpc.tasks import Background
+from baton.transfer.port import ReadReport
+from baton.transfer.transports import Transports
+from baton.v1 import kv_pb2, registry_pb2
+from baton.v1 import worker_pb2 as pb
+from baton.worker.metrics import WorkerMetrics
+
+RESERVE_S = 15.0
+"""The engine answers a reservation between two steps: a long prefill chunk is the longest that may take."""
+
+
+class TransportReader(Reader):
+    """The engine's way to a peer's bytes: our transports, which choose the path by the handles' owner."""
+
+    def __init__(self, transports: Transports) -> None:
+        self._transports = transports
+
+    async def read(self, handles: Sequence[Handle], into: Sequence[int], deadline: float) -> ReadReport:
+        """READ and verify."""
+        return await self._transports.read(handles, into, deadline)
+
+
+@dataclass
+class WorkerContext:
+    """Built once at start. `draining` is the only thing that changes."""
+
+    id: str
+    role: registry_pb2.Role.ValueType
+    modes: tuple[pb.Mode.ValueType, ...]
+    epoch: int
+    engine: Engine
+    spec: EngineSpec
+    transports: Transports
+    peer: kv_pb2.Peer
+    card: registry_pb2.ModelCard
+    channels: Channels
+    metrics: WorkerMetrics
+    background: Background
+    draining: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of our KV layout."""
+        return self.spec.fingerprint.digest()
+
+    @property
+    def reader(self) -> Reader:
+        """How reservations load from peers."""
+        return TransportReader(self.transports)
+
+    def check_serving(self) -> None:
+        """Raises BatonError DRAINING when no new work is taken."""
+        if self.draining:
+            raise BatonError(Reason.DRAINING, f"{self.id} is draining")
+
+    def check_card(self, card: registry_pb2.ModelCard) -> None:
+        """Raises BatonError MODEL_NOT_FOUND for another model, VERSION_MISMATCH when a digest differs, naming it."""
+        ours = self.card
+        if card.model != ours.model:
+            raise BatonError(Reason.MODEL_NOT_FOUND, f"{self.id} serves {ours.model}, not {card.model}", param="model")
+        fields = ("weights", "tokenizer", "chat_template", "generation_config")
+        differ = [name for name in fields if getattr(card, name) != getattr(ours, name)]
+        if differ:
+            raise BatonError(
+                Reason.VERSION_MISMATCH, f"{', '.join(differ)} of {ours.model} differ between {self.id} and its caller"
+            )
+
+
+def remaining_s(deadline: float) -> float:
+    """Seconds until `deadline` (unix seconds). Raises BatonError DEADLINE_EXCEEDED when it has passed."""
+    left = deadline - time.time()
+    if left <= 0:
+        raise BatonError(Reason.DEADLINE_EXCEEDED, "the request's deadline has passed")
+    return left

@@ -1,0 +1,156 @@
+"""The prefill side of a hand-over: `PrefillService.Run`, whose life is the lease on the KV.
+
+Reserve or refuse, announce sealed blocks as chunks complete, sample the first token, then hold the call open: while it
+is, the blocks stay pinned and readable. The caller closes it when it has what it needs; its death, our drain or the
+request's deadline close it too. Whichever way it ends, the `finally` gives everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import cast
+
+import structlog
+
+from baton.engine.port import EngineStats, PrefillDone, PrefillEvent, Reservation, SealedBlocks
+from baton.errors import BatonError, Reason
+from baton.rpc.codec import first_token_to_pb, handle_to_pb, logprob_to_pb, request_from_pb
+from baton.rpc.errors import failure
+from baton.v1 import worker_pb2 as pb
+from baton.worker.context import RESERVE_S, WorkerContext, remaining_s
+from baton.worker.watch import Watchers
+
+ALIVE_S = 1.0
+"""How often a Run whose prompt waits or computes says so, as long as the engine moves."""
+STUCK_FACTOR = 20.0
+STUCK_MIN_S = 30.0
+
+_log = structlog.get_logger()
+Write = Callable[[pb.RunEvent], Awaitable[None]]
+
+
+def moving(stats: EngineStats, now: float) -> bool:
+    """Whether the engine makes progress: idle, or within a step that is not far beyond its prediction. Pure."""
+    if not stats.step_started:
+        return True
+    return now - stats.step_started < max(STUCK_MIN_S, STUCK_FACTOR * stats.step_predicted_s)
+
+
+class Runs:
+    """The open runs of this process: its leases."""
+
+    def __init__(self, context: WorkerContext, watchers: Watchers) -> None:
+        self._context = context
+        self._watchers = watchers
+        self._open: dict[asyncio.Task[object], str] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def serve(self, request: pb.RunRequest, write: Write) -> None:
+        """One run, from its request to its end. A refusal or failure is told as an event."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = f"{request.attempt.uid}/{request.attempt.attempt}"
+        self._idle.clear()
+        self._changed()
+        end = "closed"
+        try:
+            with self._context.transports.lease():
+                await self._run(request, write)
+                end = "deadline"
+                raise BatonError(Reason.DEADLINE_EXCEEDED, "the request's deadline passed while its KV was held")
+        except BatonError as error:
+            end = error.reason.name
+            _log.info("run ended", uid=request.attempt.uid, reason=end, message=error.message)
+            await write(pb.RunEvent(failure=failure(error)))
+        finally:
+            self._context.metrics.prefill_runs.labels(end).inc()
+            del self._open[task]
+            if not self._open:
+                self._idle.set()
+            self._changed()
+
+    async def idle(self) -> None:
+        """Wait until no run is open."""
+        await self._idle.wait()
+
+    def close_all(self) -> None:
+        """End every open run; the callers see their lease lost."""
+        for task in list(self._open):
+            task.cancel()
+
+    def findings(self) -> list[str]:
+        """Open runs, in words."""
+        return [f"prefill run {name} is open" for name in self._open.values()]
+
+    def _changed(self) -> None:
+        self._context.metrics.leases.set(len(self._open))
+        self._watchers.changed()
+
+    async def _run(self, message: pb.RunRequest, write: Write) -> None:
+        """Returns at the request's deadline. Raises BatonError; is cancelled when the caller closes."""
+        ours = self._context
+        ours.check_serving()
+        ours.check_card(message.card)
+        if message.fingerprint != ours.fingerprint:
+            raise BatonError(
+                Reason.KV_LAYOUT_MISMATCH, f"layout {message.fingerprint} does not pair with {ours.fingerprint}"
+            )
+        request = request_from_pb(message.attempt)
+        reservation: Reservation | None = None
+        try:
+            async with asyncio.timeout(min(RESERVE_S, remaining_s(request.deadline))):
+                reservation = await ours.engine.reserve(request, decode_room=False)
+            self._watchers.admitted(request.uid)
+            accepted = pb.Accepted(cached_tokens=reservation.hit_tokens, peer=ours.peer)
+            await write(pb.RunEvent(accepted=accepted))
+            async with asyncio.timeout(remaining_s(request.deadline)):
+                await self._prefill(reservation, -(-message.have_prefix // ours.spec.block_size), write)
+                await asyncio.Event().wait()  # the lease
+        except TimeoutError:
+            if reservation is None:
+                raise BatonError(Reason.NO_CAPACITY, "the engine did not answer in time") from None
+        finally:
+            if reservation is not None:
+                await reservation.release()
+
+    async def _prefill(self, reservation: Reservation, have_blocks: int, write: Write) -> None:
+        events = cast("AsyncGenerator[PrefillEvent, None]", self._context.engine.prefill(reservation))
+        step: asyncio.Task[PrefillEvent] | None = None
+        try:
+            while True:
+                step = step or asyncio.create_task(anext(events), name="prefill step")  # type: ignore[arg-type]
+                finished, _ = await asyncio.wait((step,), timeout=ALIVE_S)
+                if not finished:
+                    if moving(self._context.engine.stats(), time.time()):
+                        await write(pb.RunEvent(blocks=pb.Blocks()))
+                    continue
+                event, step = step.result(), None
+                await write(_to_pb(event, have_blocks))
+                if isinstance(event, PrefillDone):
+                    return
+        finally:
+            if step is not None:
+                step.cancel()
+                await asyncio.gather(step, return_exceptions=True)
+            await events.aclose()
+
+
+def _to_pb(event: PrefillEvent, have_blocks: int) -> pb.RunEvent:
+    if isinstance(event, SealedBlocks):
+        skip = max(0, min(have_blocks - event.first_block, len(event.handles)))
+        blocks = pb.Blocks(first_block=event.first_block + skip)
+        blocks.handles.extend(handle_to_pb(h) for h in event.handles[skip:])
+        return pb.RunEvent(blocks=blocks)
+    return pb.RunEvent(
+        done=pb.Done(
+            first=[first_token_to_pb(t) for t in event.first],
+            cached_tokens=event.cached_tokens,
+            prompt_logprobs=[logprob_to_pb(lp) if lp else pb.Logprob() for lp in event.prompt_logprobs],
+        )
+    )

@@ -1,0 +1,5 @@
+"""`python -m services.decode`."""
+
+from services.decode.main import main
+
+main()

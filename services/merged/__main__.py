@@ -1,0 +1,5 @@
+"""`python -m services.merged`."""
+
+from services.merged.main import main
+
+main()
