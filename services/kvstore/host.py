@@ -42,18 +42,18 @@ class Entry:
 
 
 class HostTier(Tier):
-    """`on_evicted(keys)` is told what room had to be made for."""
+    """`on_evicted(keys)` is called with those that had to make room; set it before the first offer."""
 
     name = "host"
 
-    def __init__(
-        self, arena: Arena, owner: str, epoch: int, watermarks: Watermarks, on_evicted: Callable[[list[bytes]], None]
-    ) -> None:
+    def __init__(self, arena: Arena, owner: str, epoch: int, watermarks: Watermarks) -> None:
+        self.on_evicted: Callable[[list[bytes]], None] = lambda keys: None
+        self.shape_changed = asyncio.Event()
+        """Set when `shape` changed; whoever waits for it clears it."""
         self._arena = arena
         self._owner = owner
         self._epoch = epoch
         self._watermarks = watermarks
-        self._on_evicted = on_evicted
         self._shape: BlockShape | None = None
         self._total = 0
         self._free: list[int] = []
@@ -94,6 +94,7 @@ class HostTier(Tier):
         self._shape = shape
         self._total = total
         self._free = list(range(total - 1, -1, -1))
+        self.shape_changed.set()
 
     def reserve(self, count: int) -> list[Slot]:
         """Up to `count` slots to fill, fewer when pins leave no more. Each ends in `commit`, `cancel`, `quarantine`."""
@@ -246,7 +247,7 @@ class HostTier(Tier):
             self._drop(key)
             gone.append(key)
         if gone:
-            self._on_evicted(gone)
+            self.on_evicted(gone)
 
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)
@@ -268,3 +269,4 @@ class HostTier(Tier):
             self._shape = None
             self._total = 0
             self._free = []
+            self.shape_changed.set()

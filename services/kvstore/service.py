@@ -57,6 +57,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._evicted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._closing = asyncio.Event()
+        host.on_evicted = self._evicted_for_room
         self._gauges()
 
     async def Lookup(self, request: kvstore_pb2.LookupRequest, context: grpc.aio.ServicerContext) -> None:
@@ -156,8 +157,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             findings.append(f"kvstore: {self._lookups} look-ups and {self._offers.open} offers are open")
         return worker_pb2.CheckIntegrityReply(findings=findings)
 
-    def evicted(self, keys: list[bytes]) -> None:
-        """The host tier made room."""
+    def _evicted_for_room(self, keys: list[bytes]) -> None:
         self._gone("capacity", len(keys))
         self._events.publish(Change(removed=tuple(keys)))
 
@@ -170,9 +170,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             await asyncio.sleep(WARM_S)
 
     def _own_peer(self) -> kv_pb2.Peer:
-        peer = peer_to_pb(self._peer)
-        peer.host = self._machine
-        return peer
+        return peer_to_pb(self._peer, host=self._machine)
 
     def _count_lookup(self, hits: int, asked: int) -> None:
         self._hits += hits

@@ -188,7 +188,7 @@ class Workers:
             unusable=self._unusable(known),
         )
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Stop every stream. The background tasks' owner waits for them."""
         for unsubscribe in self._unsubscribe:
             unsubscribe()

@@ -24,7 +24,8 @@ KEYS = st.integers(0, 11).map(lambda n: n.to_bytes(16, "big"))
 
 def make_tier(slots: int = SLOTS, high: float = 1.0, low: float = 0.75) -> tuple[HostTier, list[bytes]]:
     evicted: list[bytes] = []
-    tier = HostTier(Arena.create(slots * BLOCK), "store", 7, Watermarks(high, low), evicted.extend)
+    tier = HostTier(Arena.create(slots * BLOCK), "store", 7, Watermarks(high, low))
+    tier.on_evicted = evicted.extend
     tier.fix(SHAPE)
     return tier, evicted
 
@@ -213,7 +214,7 @@ def test_another_shape_is_refused_until_everything_is_gone() -> None:
 
 
 def test_a_block_larger_than_the_arena_is_refused() -> None:
-    tier = HostTier(Arena.create(BLOCK), "store", 7, Watermarks(1, 1), lambda keys: None)
+    tier = HostTier(Arena.create(BLOCK), "store", 7, Watermarks(1, 1))
     with pytest.raises(BatonError) as refused:
         tier.fix(BlockShape("fp", BLOCK + 1, 32))
     assert refused.value.reason is Reason.NO_CAPACITY
