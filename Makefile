@@ -1,0 +1,66 @@
+# Two commands: `make up`, `make down`. The rest is for who works on Baton.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: venv deps up down status protos lint format test-fast test clean help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# The frontend's ARGS: make up ARGS="--http-port 8080 --decode 2"
+ARGS ?=
+# An etcd that `baton fetch` brought is found by the tests, after one of the machine's own.
+export PATH := $(PATH):$(CURDIR)/.baton/bin
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+
+venv: $(STAMP) ## the virtual environment with everything installed
+
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard protos/baton/v1/*.proto)
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer on the PATH; install one, or give PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "error: $(PYTHON) -m venv fails; on Debian: apt-get install python3-venv"; exit 1; }
+	@echo "installing into $(VENV) (some minutes the first time)"
+	@$(PIP) install -c constraints.txt torch==2.13.0 numpy
+	@# without its dependencies: they would bring another torch
+	@$(PIP) install --no-deps nixl-cu12==1.5.1
+	@$(PIP) install -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+deps: venv ## what tests need and a checkout does not carry: the model, an etcd
+	@$(BIN)/baton fetch
+
+up: venv ## start everything on this machine (ARGS="--http-port 8080 ...")
+	@$(BIN)/baton up $(ARGS)
+
+down: ## end everything that `make up` started
+	@test ! -x $(BIN)/baton || $(BIN)/baton down
+
+status: venv ## show each process
+	@$(BIN)/baton status
+
+protos: venv ## generate baton/v1 from protos/
+	@$(BIN)/python setup.py protos
+
+lint: venv ## ruff, mypy, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: venv ## ruff format, and what ruff can fix
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+test-fast: venv ## unit tests that are not slow
+	@$(BIN)/pytest tests/unit -m "not slow" -q
+
+test: lint deps ## lint and every test: unit, integration, faults
+	@$(BIN)/pytest
+
+clean: down ## remove what was built (not the fetched model)
+	@rm -rf $(VENV) build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,314 @@
+"""The command line. Each command is thin: options in, one function called, its result shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.table import Table
+from typer.core import TyperGroup
+
+from baton.cli.errors import CliError
+from baton.cli.home import Home, find_home, project_root
+from baton.cli.show import LiveProgress, err, out, seconds, show_error
+from baton.cli.stack import Options
+
+
+class _Group(TyperGroup):
+    """Turns CliError, wherever it comes from, into its lines and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CliError as error:
+            show_error(error)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            err.print("stopped")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Serve language models with prefill and decode in separate processes.
+
+    `baton up` starts everything on this machine and prints how to call it; `baton status` shows it;
+    `baton down` ends it. Files lie in `.baton` (or `$BATON_HOME`).""",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")]
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A .gguf file, or a directory with *.safetensors, of the Llama, Qwen2 or Qwen3 family. "
+            "Left out: SmolLM2-135M-Instruct, fetched once (100 MB).",
+            metavar="DIR|FILE.gguf",
+        ),
+    ] = "",
+    served_name: Annotated[
+        str, typer.Option(help="The model name that clients send. Left out: from the file's name.")
+    ] = "",
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the OpenAI API; 0 chooses one.")] = 8000,
+    etcd_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of etcd; 0 chooses one.")] = 2379,
+    prefill: Annotated[int, typer.Option(min=0, help="How many prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="How many decode workers.")] = 1,
+    merged: Annotated[int, typer.Option(min=0, help="How many merged workers (prefill and decode in one).")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    cores: Annotated[
+        str, typer.Option(help="Pin the workers' engines to these cores in turn, as in 0,1.", metavar="N,N")
+    ] = "",
+    fallback: Annotated[
+        str, typer.Option(help="auto: run a request elsewhere when its plan breaks. strict: answer an error instead.")
+    ] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Start etcd, router, kvstore, workers and frontend; return when a real completion came back.
+
+    Safe to repeat: what runs is left alone, what died is started again. When a start fails, everything this
+    command started is ended again.
+
+    Examples: `baton up` · `baton up --model ~/models/Qwen2.5-0.5B-Instruct --decode 2` · `baton up --http-port 8080`
+    """
+    from baton.cli.up import up as bring_up
+
+    options = Options(
+        model=str(Path(model).expanduser().resolve()) if model else "",
+        served_name=served_name,
+        http_port=http_port,
+        etcd_port=etcd_port,
+        prefill=prefill,
+        decode=decode,
+        merged=merged,
+        dtype=_one_of("--dtype", dtype, ("bfloat16", "float32")),
+        cores=_cores(cores),
+        fallback=_one_of("--fallback", fallback, ("auto", "strict")),
+    )
+    if not decode + merged:
+        raise CliError("nothing could stream: --decode and --merged are both 0", "ask for one decode or merged worker")
+    home = find_home()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started is ended again
+    with LiveProgress() as progress:
+        running = bring_up(home, options, progress)
+    if as_json:
+        _print_json(
+            {
+                "url": running.url,
+                "model": running.model,
+                "already_running": running.already,
+                "started": running.started,
+                "seconds": round(running.seconds, 1),
+                "logs": str(home.logs),
+            }
+        )
+        return
+    first = "already running" if running.already else f"up in {seconds(running.seconds)}"
+    body = json.dumps({"model": running.model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    out.print(f"[green]●[/] {first}: [bold]{running.url}/v1[/]  model [bold]{running.model}[/]")
+    out.print(
+        f"\n  curl -N {running.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"    -d '{body[:-1]}, \"stream\": true}}'\n",
+        markup=False,
+        soft_wrap=True,
+    )
+    out.print(f"  logs: {home.shown(home.logs)}/   status: baton status   end: baton down", soft_wrap=True)
+
+
+@app.command()
+def down(as_json: Json = False) -> None:
+    """End everything that `baton up` started. Requests that run are finished first, for some seconds."""
+    from baton.cli.down import down as bring_down
+
+    done = bring_down(find_home())
+    if as_json:
+        _print_json({"stopped": done.stopped, "killed": done.killed})
+    elif not done.stopped and not done.killed:
+        out.print("nothing was running")
+    else:
+        out.print(f"stopped: {', '.join([*done.stopped, *(f'{name} (killed)' for name in done.killed)])}")
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Show each process: where it listens, what it uses, and how the router sees it.
+
+    Exit code 0 when all of them run, 1 when one is dead or nothing runs.
+    """
+    from baton.cli.status import Row
+    from baton.cli.status import status as measure
+
+    found = measure(find_home())
+    if as_json:
+        _print_json(found.as_json())
+    elif not found.rows:
+        out.print("nothing is running; start with `baton up`")
+    else:
+        table = Table("name", "id", "pid", "address", "state", "RSS", "CPU", "up", "router", box=None, pad_edge=False)
+
+        def seen(row: Row) -> str:
+            if not row.router:
+                return ""
+            return "{state}, {running} running, {waiting} waiting, {blocks_free}/{blocks_total} blocks free".format(
+                **row.router
+            )
+
+        for row in found.rows:
+            alive = row.state == "running"
+            table.add_row(
+                row.name,
+                row.id,
+                str(row.pid),
+                row.address,
+                f"[{'green' if alive else 'red'}]{row.state}[/]",
+                f"{row.rss_bytes / 2**20:.0f} MiB",
+                f"{row.cpu_percent:.1f}%",
+                seconds(row.uptime_s),
+                seen(row),
+            )
+        out.print(table)
+        out.print(f"registry: {found.registry}", style="dim", markup=False)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def logs(
+    name: Annotated[str, typer.Argument(help="A process, as `baton status` names it. Left out: all.")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines from the end.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+) -> None:
+    """Print the end of the logs."""
+    home = find_home()
+    files = sorted(home.logs.glob("*.log"))
+    if name:
+        if home.log(name) not in files:
+            known = ", ".join(file.stem for file in files) or "none yet; start with `baton up`"
+            raise CliError(f"there is no log of {name}", f"logs: {known}")
+        files = [home.log(name)]
+    if not files:
+        raise CliError("there are no logs yet", "start with `baton up`")
+    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
+    raise typer.Exit(subprocess.call(command))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which one; left out: list them.")] = "",
+) -> None:
+    """Run a benchmark: `baton bench NAME [its options]`. `baton bench NAME --help` tells its options."""
+    root = project_root()
+    folder = root / "bench" if root else None
+    known = sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_")) if folder else []
+    if name in ("", "-h", "--help"):
+        out.print("usage: baton bench NAME [its options]\n")
+        out.print("benchmarks: " + (", ".join(known) or "none (a checkout carries them)"))
+        return
+    if name not in known:
+        raise CliError(f"there is no benchmark {name}", f"benchmarks: {', '.join(known) or 'none here'}")
+    _become([sys.executable, "-m", f"bench.{name}", *context.args])
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="The text of a user's message.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="As in the request.")] = 128,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the text as it is, without the chat template.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Ask the router where this prompt would run, and why: every candidate with its predicted milliseconds."""
+    from baton.cli.explain import explain as ask_router
+
+    reply = ask_router(find_home(), prompt, max_tokens=max_tokens, raw=raw)
+    if as_json:
+        _print_json(reply)
+        return
+    table = Table("", "mode", "worker", "prefill", "total ms", "terms", "cached", box=None, pad_edge=False)
+    for one in reply["candidates"]:
+        terms = "  ".join(f"{term} {value:.1f}" for term, value in one["terms_ms"].items() if value)
+        sign = "[green]●[/]" if one["chosen"] else ""
+        why = f"[red]{one['excluded']}[/]" if one["excluded"] else f"{one['total_ms']:.1f}"
+        table.add_row(sign, one["mode"], one["worker"], one["prefill"], why, terms, str(one["cached_tokens"]))
+    out.print(table)
+    out.print(f"{reply['prompt_tokens']} tokens: {reply['summary']}", markup=False)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker's id or name, as `baton status` shows it.")],
+    deadline: Annotated[float, typer.Option(min=0, help="Seconds until running requests are handed back.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Let a worker finish what it has and take nothing new."""
+    from baton.cli.drain import drain as ask_worker
+
+    remaining = ask_worker(find_home(), worker, deadline)
+    if as_json:
+        _print_json({"worker": worker, "remaining": remaining})
+    else:
+        out.print(f"{worker} is drained" if not remaining else f"{worker}: {remaining} requests were left")
+    if remaining:
+        raise typer.Exit(1)
+
+
+@app.command()
+def fetch(as_json: Json = False) -> None:
+    """Fetch what a run needs and a checkout does not carry: the default model, and etcd if the machine has none."""
+    from baton.cli.fetch import default_model, find_etcd
+
+    home: Home = find_home()
+    model = default_model(home, err.print)
+    etcd = find_etcd(home, err.print)
+    if as_json:
+        _print_json({"model": str(model), "etcd": etcd})
+    else:
+        out.print(f"model: {home.shown(model)}\netcd:  {etcd}", markup=False, soft_wrap=True)
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise CliError(f"{option} {value} is not known", f"one of: {', '.join(allowed)}")
+    return value
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    try:
+        cores = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise CliError(f"--cores {text} is no list of cores", "write it as 0,1") from None
+    there = os.sched_getaffinity(0)
+    if missing := [core for core in cores if core not in there]:
+        raise CliError(f"core {missing[0]} is not there", f"cores: {', '.join(map(str, sorted(there)))}")
+    return cores
+
+
+def _become(command: list[str]) -> NoReturn:
+    out.file.flush()
+    if root := project_root():
+        os.chdir(root)
+    os.execv(command[0], command)
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()

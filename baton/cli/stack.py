@@ -1,0 +1,85 @@
+"""What a run consists of: from options to processes and their command lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+
+from baton.cli.ports import HOST
+from baton.cli.process import service
+
+CLUSTER = "local"
+STOP_ORDER = ("frontend", "router", "decode", "merged", "prefill", "kvstore", "etcd")
+"""Who hears of the end first: no new requests, then no new plans, then who reads before who is read from."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `baton up` was asked for. Two runs are the same run when these are equal."""
+
+    model: str = ""
+    served_name: str = ""
+    http_port: int = 8000
+    etcd_port: int = 2379
+    prefill: int = 1
+    decode: int = 1
+    merged: int = 1
+    dtype: str = "bfloat16"
+    cores: tuple[int, ...] = ()
+    fallback: str = "auto"
+
+    def differences(self, other: dict[str, object]) -> list[str]:
+        """Flags whose value is another one in `other` (as saved), in words."""
+        mine = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        names = [f.name for f in fields(self) if mine[f.name] != other.get(f.name)]
+        return [f"--{name.replace('_', '-')} {_word(other.get(name))} -> {_word(mine[name])}" for name in names]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One process of the run."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+
+
+def etcd_spec(binary: str, data: str, port: int, peer_port: int) -> Spec:
+    """A single-node etcd on the loopback, sized for a registry."""
+    client, peer = f"http://{HOST}:{port}", f"http://{HOST}:{peer_port}"
+    flags = ["--name", "baton", "--data-dir", data, "--logger", "zap", "--auto-compaction-retention", "1"]
+    flags += ["--listen-client-urls", client, "--advertise-client-urls", client]
+    flags += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"baton={peer}"]
+    return Spec("etcd", "etcd", (binary, *flags))
+
+
+def service_specs(options: Options, model: str, etcd: str) -> list[Spec]:
+    """Every service of the run, the frontend last. `model` is the file or folder, `etcd` host:port."""
+    shared = ["--etcd", etcd, "--cluster", CLUSTER]
+    named = ["--served-name", options.served_name] if options.served_name else []
+    specs = [
+        Spec("router", "router", tuple(service("router", *shared))),
+        Spec("kvstore", "kvstore", tuple(service("kvstore", *shared))),
+    ]
+    cores = _cores(options.cores)
+    for role, count in (("prefill", options.prefill), ("decode", options.decode), ("merged", options.merged)):
+        for n in range(1, count + 1):
+            flags = [*shared, "--model", model, *named, "--dtype", options.dtype, *next(cores)]
+            specs.append(Spec(f"{role}-{n}", role, tuple(service(role, *flags))))
+    flags = [*shared, "--model", model, *named, "--port", str(options.http_port), "--fallback", options.fallback]
+    specs.append(Spec("frontend", "frontend", tuple(service("frontend", *flags))))
+    return specs
+
+
+def _cores(cores: tuple[int, ...]) -> Iterator[list[str]]:
+    """Flags that pin one worker after the other, round robin; none without cores."""
+    n = 0
+    while True:
+        yield ["--core", str(cores[n % len(cores)])] if cores else []
+        n += 1
+
+
+def _word(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(str(v) for v in value) or "none"
+    return str(value) if value != "" else "default"

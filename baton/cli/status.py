@@ -1,0 +1,129 @@
+"""`baton status`: each process as the machine sees it, and as the router sees it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+
+import psutil
+
+from baton.cli.errors import CliError
+from baton.cli.home import Home
+from baton.cli.process import Record, children_of, process_of, records
+from baton.cli.rpc import ask, running
+from baton.v1 import router_pb2, router_pb2_grpc
+
+SAMPLE_S = 0.5
+"""How long CPU use is measured."""
+VIEW_S = 3.0
+
+
+@dataclass
+class Row:
+    """One process. CPU and memory include its children (the engine). `router` is empty for what no router sees."""
+
+    name: str
+    role: str
+    id: str
+    pid: int
+    address: str
+    state: str
+    rss_bytes: int = 0
+    cpu_percent: float = 0.0
+    uptime_s: float = 0.0
+    log: str = ""
+    router: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass
+class Status:
+    """Every process, and how the router sees the registry."""
+
+    rows: list[Row]
+    registry: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is something, and all of it runs."""
+        return bool(self.rows) and all(row.state == "running" for row in self.rows)
+
+    def as_json(self) -> dict[str, object]:
+        """For programs."""
+        return {"healthy": self.healthy, "registry": self.registry, "processes": [asdict(row) for row in self.rows]}
+
+
+def status(home: Home) -> Status:
+    """Measure, and ask the router. A router that does not answer leaves its column empty."""
+    found = [(record, process_of(record)) for record in records(home)]
+    before = {record.name: _cpu_seconds(process) for record, process in found if process}
+    began = time.monotonic()
+    views: dict[str, router_pb2.WorkerView] = {}
+    registry = ""
+    try:
+        reply = _view(home)
+        views = {view.worker.id: view for view in reply.workers}
+        registry = reply.registry
+    except CliError as error:
+        registry = f"unknown: {error.message}"
+    time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - began)))
+    passed = time.monotonic() - began
+    rows = []
+    for record, process in found:
+        row = _row(record, process)
+        if process and record.name in before:
+            row.cpu_percent = round(100 * max(0.0, _cpu_seconds(process) - before[record.name]) / passed, 1)
+        if view := views.get(record.id):
+            row.router = _seen(view)
+        rows.append(row)
+    return Status(rows, registry if rows else "")
+
+
+def _view(home: Home) -> router_pb2.ViewReply:
+    record = running(home, "router")
+    return ask(
+        record.address,
+        lambda channel: router_pb2_grpc.RouterServiceStub(channel).View(router_pb2.ViewRequest(), timeout=VIEW_S),
+    )
+
+
+def _row(record: Record, process: psutil.Process | None) -> Row:
+    row = Row(record.name, record.role, record.id, record.pid, record.address, "dead", log=record.log)
+    if process is None:
+        return row
+    try:
+        stopped = process.status() == psutil.STATUS_STOPPED
+        row.state = "stopped" if stopped else "running" if record.ready else "starting"
+        row.rss_bytes = sum(_rss(p) for p in [process, *children_of(process)])
+        row.uptime_s = round(time.time() - record.started, 1)
+    except psutil.Error:
+        row.state = "dead"
+    return row
+
+
+def _seen(view: router_pb2.WorkerView) -> dict[str, object]:
+    return {
+        "state": view.state,
+        "running": view.load.running,
+        "waiting": view.load.waiting,
+        "blocks_free": view.load.blocks_free,
+        "blocks_total": view.load.blocks_total,
+        "indexed_blocks": view.indexed_blocks,
+    }
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    total = 0.0
+    for one in [process, *children_of(process)]:
+        try:
+            times = one.cpu_times()
+            total += times.user + times.system
+        except psutil.Error:
+            continue
+    return total
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -1,0 +1,224 @@
+"""`baton up`: start what is missing, wait until a real completion came back, or stop again what was started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from baton.cli.down import stop
+from baton.cli.errors import CliError
+from baton.cli.fetch import find_etcd, find_model
+from baton.cli.home import Home
+from baton.cli.ports import HOST, free_port, need_free
+from baton.cli.process import Record, process_of, ready_line, records, spawn, tail
+from baton.cli.stack import Options, Spec, etcd_spec, service_specs
+
+READY_S = 300.0
+"""How long one process may take to be ready, and then the whole to answer."""
+ANSWER_S = 120.0
+"""How long the first completion may take."""
+LOG_LINES = 15
+
+
+class Progress(Protocol):
+    """What `up` tells whoever shows it."""
+
+    def step(self, name: str, state: str) -> None:
+        """A process, or a step, is now in this state."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that answers."""
+
+    url: str
+    model: str
+    already: bool
+    started: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Child:
+    record: Record
+    process: subprocess.Popen[bytes]
+
+
+def up(home: Home, options: Options, progress: Progress) -> Running:
+    """Bring the run up. Raises CliError; then nothing that this call started is left running."""
+    began = time.monotonic()
+    with home.locked():
+        alive = {record.name: record for record in records(home) if process_of(record)}
+        _same_options(home, options, bool(alive))
+        model = find_model(home, options.model, lambda text: progress.step("model", text))
+        progress.step("model", "ready")
+        children: list[_Child] = []
+        try:
+            etcd = _etcd(home, options, alive, children, progress)
+            specs = service_specs(options, str(model), f"{HOST}:{etcd}")
+            missing = [spec for spec in specs if spec.name not in alive]
+            if any(spec.role == "frontend" for spec in missing):
+                need_free(options.http_port, "HTTP", "another one with --http-port")
+            for spec in specs:
+                if spec.name in alive:
+                    progress.step(spec.name, "ready")
+                else:
+                    children.append(_start(home, spec, progress))
+            (home.run / "up.json").write_text(json.dumps(asdict(options)))
+            _wait_ready(home, [child for child in children if child.record.role != "etcd"], progress)
+            url = _url(home)
+            served = _first_completion(home, url, children, progress)
+        except BaseException:
+            for child in reversed(children):
+                progress.step(child.record.name, "stopping")
+            stop(home, [child.record for child in children])
+            if not alive:
+                (home.run / "up.json").unlink(missing_ok=True)
+            raise
+    started = [child.record.name for child in children]
+    return Running(url, served, not started, started, time.monotonic() - began)
+
+
+def _same_options(home: Home, options: Options, anything: bool) -> None:
+    path = home.run / "up.json"
+    if not anything:
+        path.unlink(missing_ok=True)
+        return
+    try:
+        before = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    if changed := options.differences(before):
+        raise CliError(f"already running with other options ({'; '.join(changed)})", "run `baton down` first")
+
+
+def _etcd(home: Home, options: Options, alive: dict[str, Record], children: list[_Child], progress: Progress) -> int:
+    """The port of a healthy etcd of ours; started when there is none."""
+    if "etcd" in alive:
+        progress.step("etcd", "ready")
+        return int(alive["etcd"].address.rsplit(":", 1)[1])
+    need_free(options.etcd_port, "etcd", "another one with --etcd-port")
+    # Services that still run find etcd where it was.
+    before = [record for record in records(home) if record.name == "etcd" and record.address]
+    port = options.etcd_port or (int(before[0].address.rsplit(":", 1)[1]) if before and alive else free_port())
+    if not alive:
+        shutil.rmtree(home.etcd, ignore_errors=True)  # whoever an earlier run registered is gone
+    binary = find_etcd(home, lambda text: progress.step("etcd", text))
+    child = _start(home, etcd_spec(binary, str(home.etcd), port, free_port()), progress)
+    children.append(child)
+    child.record.address = f"{HOST}:{port}"
+    child.record.save(home)
+
+    def healthy() -> bool:
+        return b"true" in _get(f"http://{HOST}:{port}/health")
+
+    _wait_for(healthy, [child], READY_S, "etcd is not healthy")
+    child.record.id, child.record.ready = "etcd", True
+    child.record.save(home)
+    progress.step("etcd", "ready")
+    return port
+
+
+def _start(home: Home, spec: Spec, progress: Progress) -> _Child:
+    progress.step(spec.name, "starting")
+    return _Child(*spawn(home, spec.name, spec.role, spec.command))
+
+
+def _wait_ready(home: Home, children: list[_Child], progress: Progress) -> None:
+    """Wait for every ready line."""
+    waiting = {child.record.name: child for child in children}
+
+    def all_ready() -> bool:
+        for name, child in list(waiting.items()):
+            if said := ready_line(home, name):
+                record = child.record
+                record.id, record.address = str(said.get("id", name)), str(said.get("address", ""))
+                record.metrics, record.ready = str(said.get("metrics", "")), True
+                record.save(home)
+                progress.step(name, "ready")
+                del waiting[name]
+        return not waiting
+
+    _wait_for(all_ready, children, READY_S, lambda: f"not ready in time: {', '.join(waiting)}")
+
+
+def _first_completion(home: Home, url: str, children: list[_Child], progress: Progress) -> str:
+    """Wait for /ready, then for one real completion. Returns the served model's name."""
+    why = [""]
+
+    def ready() -> bool:
+        answer = _get(f"{url}/ready")
+        try:
+            content = json.loads(answer or b"{}")
+        except ValueError:
+            content = {}
+        why[0] = answer.decode(errors="replace")[:300] or "no answer"
+        return isinstance(content, dict) and content.get("ready") is True
+
+    progress.step("ready", "waiting")
+    _wait_for(ready, children, READY_S, lambda: f"the run does not become ready; {url}/ready says: {why[0]}")
+    progress.step("ready", "ready")
+    progress.step("completion", "waiting")
+    with _http(ANSWER_S) as client:
+        try:
+            models = client.get(f"{url}/v1/models").raise_for_status().json()
+            served = str(models["data"][0]["id"])
+            body = {"model": served, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
+            answer = client.post(f"{url}/v1/chat/completions", json=body)
+            answer.raise_for_status().json()["choices"][0]["message"]["content"]
+        except (httpx.HTTPError, LookupError, ValueError) as error:
+            text = error.response.text[:300] if isinstance(error, httpx.HTTPStatusError) else repr(error)
+            log = home.log("frontend")
+            raise CliError(
+                f"the first completion failed: {text}", f"see {home.shown(log)}", detail=tail(log, LOG_LINES)
+            ) from error
+    progress.step("completion", answer.headers.get("x-baton-route", "ready").split(";")[0])
+    return served
+
+
+def _wait_for(
+    condition: Callable[[], bool], children: Iterable[_Child], seconds: float, what: str | Callable[[], str]
+) -> None:
+    """Wait until the condition holds. Raises CliError when a child dies first (with its last words) or time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for child in children:
+            if (code := child.process.poll()) is not None:
+                log = Path(child.record.log)
+                raise CliError(
+                    f"{child.record.name} died at start ({_how(code)})", f"see {log}", detail=tail(log, LOG_LINES)
+                )
+        if time.monotonic() > deadline:
+            text = what if isinstance(what, str) else what()
+            names = ", ".join(str(child.record.log) for child in children)
+            raise CliError(f"{text} (waited {seconds:.0f} s)", f"see {names}")
+        time.sleep(0.1)
+
+
+def _url(home: Home) -> str:
+    frontend = next(record for record in records(home) if record.name == "frontend")
+    return f"http://{frontend.address}"
+
+
+def _get(url: str) -> bytes:
+    try:
+        with _http(5.0) as client:
+            return client.get(url).content
+    except httpx.HTTPError:
+        return b""
+
+
+def _http(timeout_s: float) -> httpx.Client:
+    return httpx.Client(timeout=timeout_s, trust_env=False)  # no proxy between us and the loopback
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
