@@ -1,7 +1,7 @@
 """The only place that touches the NIXL library.
 
-Its errors become `AgentError`, its talk goes to stderr (it would go to stdout), and it runs without its own progress
-thread, which burns a core. The binding releases the GIL but does not lock: one caller at a time.
+Its errors become `AgentError`, its talk goes to our logs and to stderr (it would go to stdout), and it runs without
+its own progress thread, which burns a core. The binding releases the GIL but does not lock: one caller at a time.
 
 A process that used an agent ends through `os._exit` after its own clean-up: tearing the library down can crash. That
 is for the service's `main` to do.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,10 +32,11 @@ def load() -> Any:
         except (ImportError, OSError) as error:
             problems.append(f"{package}: {error}")
             continue
-        for handler in logging.getLogger("nixl").handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.setStream(sys.stderr)
-        logging.getLogger("nixl").setLevel(logging.WARNING)
+        talk = logging.getLogger("nixl")
+        for handler in [h for h in talk.handlers if type(h) is logging.StreamHandler]:
+            talk.removeHandler(handler)  # it writes to stdout
+        talk.propagate = True
+        talk.setLevel(logging.WARNING)
         return binding
     raise AgentError("; ".join(problems))
 

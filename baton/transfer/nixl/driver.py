@@ -41,6 +41,10 @@ class Link:
     broken: str | None = None
     closed: bool = False
 
+    def postable(self) -> bool:
+        """Whether the next one may be posted. Only the driver's thread takes from `waiting`."""
+        return bool(self.waiting) and self.posted < IN_FLIGHT
+
 
 class Transfer(ABC):
     """One NIXL request. The driver calls `begin` just before it posts it, `settle` when no byte can come any more."""
@@ -150,12 +154,14 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            while self._posted or self._inbox or not self._closing:
+            while True:
+                self._wake.clear()  # before looking: what is asked from here on ends the wait below
                 busy = self._pass()
+                if self._closing and not self._posted and not self._inbox:
+                    return
                 pause = 0.0 if busy else self._pause()
                 if pause is None or pause > SPIN_S:
                     self._wake.wait(pause)
-                self._wake.clear()
         except Exception as error:
             self.failure = repr(error)
             log.critical("nixl driver ended", error=self.failure, exc_info=True)
@@ -165,18 +171,16 @@ class Driver:
         with self._turn:
             while self._inbox:
                 self._inbox.popleft()()
-        more = False
-        for link in [link for link in self._links if link.waiting]:
-            with self._turn:
-                if link.waiting and link.posted < IN_FLIGHT:
+        for link in list(self._links):
+            if link.postable():
+                with self._turn:  # by itself: a post may take as long as copying a chunk, and others want the agent
                     self._post(link.waiting.popleft())
-                more = more or bool(link.waiting and link.posted < IN_FLIGHT)
         with self._turn:
             for transfer in list(self._posted):
                 self._look(transfer)
             if self._leases > 0:
                 self._agent.progress()
-        return more or bool(self._inbox)
+        return bool(self._inbox) or any(link.postable() for link in self._links)
 
     def _pause(self) -> float | None:
         pause = LEASE_POLL_S if self._leases > 0 else None
