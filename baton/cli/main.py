@@ -218,8 +218,8 @@ def bench(
     folder = root / "bench" if root else None
     known = sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_")) if folder else []
     if name in ("", "-h", "--help"):
-        out.print("usage: baton bench NAME [its options]\n")
-        out.print("benchmarks: " + (", ".join(known) or "none (a checkout carries them)"))
+        out.print("usage: baton bench NAME [its options]\n", markup=False)
+        out.print("benchmarks: " + (", ".join(known) or "none (a checkout carries them)"), markup=False)
         return
     if name not in known:
         raise CliError(f"there is no benchmark {name}", f"benchmarks: {', '.join(known) or 'none here'}")

