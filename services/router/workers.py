@@ -101,10 +101,13 @@ class Workers:
 
     async def answers(self, worker: registry_pb2.Worker) -> bool:
         """Whether the very process of this registration answers: asked before a vanished entry is believed gone."""
+        channels = Channels()  # of its own: the shared one may be closed under a probe that fails meanwhile
         try:
-            return (await self._describe(worker.address)).epoch == worker.epoch
+            return (await _describe(channels, worker.address)).epoch == worker.epoch
         except grpc.aio.AioRpcError:
             return False
+        finally:
+            await channels.close()
 
     def registered(self, id: str, worker: registry_pb2.Worker | None) -> None:
         """The registry's word: a worker came, changed or (None) is gone."""
@@ -265,9 +268,11 @@ class Workers:
             except (WatchLostError, grpc.aio.AioRpcError) as error:
                 why = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 self._put_out(known, why)
+                # A fresh channel for the next probe: gRPC's own pause between dials grows far beyond ours.
+                await self._channels.drop(known.worker.address)
 
     async def _hold(self, known: Known) -> None:
-        described = await self._describe(known.worker.address)
+        described = await _describe(self._channels, known.worker.address)
         if described.id != known.worker.id:
             raise WatchLostError(f"{described.id} answers at {known.worker.address}")
         if described.epoch != known.worker.epoch:
@@ -305,6 +310,7 @@ class Workers:
             id, update.epoch, cache.seq, stored=cache.stored, removed=cache.removed, cleared=cache.cleared
         )
 
-    async def _describe(self, address: str) -> registry_pb2.Worker:
-        stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(address))
-        return await stub.Describe(worker_pb2.DescribeRequest(), timeout=PROBE_S)
+
+async def _describe(channels: Channels, address: str) -> registry_pb2.Worker:
+    stub = worker_pb2_grpc.WorkerServiceStub(channels.get(address))
+    return await stub.Describe(worker_pb2.DescribeRequest(), timeout=PROBE_S)

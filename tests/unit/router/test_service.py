@@ -1,0 +1,209 @@
+"""The router's face over a fleet that is only known, not running: decisions, reservations, learning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.registry import Registry
+from baton.v1 import registry_pb2, router_pb2, worker_pb2
+from services.router.metrics import RouterMetrics
+from services.router.policy import Parameters
+from services.router.rates import PrefillShare
+from services.router.service import RouterService
+from tests.unit.router.scripted_worker import registration
+from tests.unit.router.test_workers import DECODE, MERGED, PREFILL, Fleet
+
+NO_CONTEXT = cast("grpc.aio.ServicerContext[Any, Any]", None)
+KEYS = [bytes([n]) * 16 for n in range(10)]
+
+
+@dataclass
+class FakeState:
+    connected: bool = True
+    since: float = 0.0
+
+
+class FakeRegistry:
+    """Only what View asks for."""
+
+    state = FakeState()
+
+
+class Face(Fleet):
+    """A service over workers that nobody can reach: the tests say what each one reports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.collector = CollectorRegistry()
+        self.service = RouterService(
+            self.workers,
+            self.index,
+            self.reservations,
+            self.rates,
+            PrefillShare(),
+            Parameters(),
+            cast("Registry", FakeRegistry()),
+            RouterMetrics(self.collector),
+            clock=lambda: self.now,
+        )
+        self.uids = 0
+
+    def add(self, id: str, role: registry_pb2.Role.ValueType, **fields: object) -> None:
+        self.workers.registered(id, registration(id, role, "127.0.0.1:1", **fields))
+
+    async def route(self, **fields: Any) -> router_pb2.RouteReply:
+        return await self.service.Route(self.request(**fields), NO_CONTEXT)
+
+    async def explain(self, **fields: Any) -> router_pb2.ExplainReply:
+        return await self.service.Explain(self.request(**fields), NO_CONTEXT)
+
+    def request(self, **fields: Any) -> router_pb2.RouteRequest:
+        self.uids += 1
+        return router_pb2.RouteRequest(
+            **{"uid": f"u{self.uids}", "model": "tiny", "prompt_tokens": 320, "max_tokens": 64, **fields}
+        )
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.collector.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+async def face() -> AsyncIterator[Face]:
+    found = Face()
+    for id, role in (("p1", PREFILL), ("p2", PREFILL), ("d1", DECODE), ("m1", MERGED)):
+        found.add(id, role)
+    yield found
+    reply = await found.service.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), NO_CONTEXT)
+    assert list(reply.findings) == []
+    await found.close()
+
+
+async def test_a_plan_reserves_on_both_and_names_the_alternate(face: Face) -> None:
+    plan = (await face.route(uid="a")).plan
+    assert plan.mode == worker_pb2.MODE_DISAGGREGATED
+    assert {plan.prefill.id, plan.alternate.id} == {"p1", "p2"}
+    assert face.reservations.on(plan.prefill.id).prefill_tokens == 320
+    assert face.reservations.on("d1").streams == 1
+    assert face.counted("baton_router_routes_total", mode="disaggregated", reason="DISAGGREGATED") == 1
+    again = (await face.route(uid="b")).plan
+    assert again.prefill.id == plan.alternate.id, "the reservation sends the next one elsewhere"
+
+
+async def test_reservations_end_in_time_or_by_report(face: Face) -> None:
+    await face.route(uid="a")
+    face.now += 1.9
+    await face.route(uid="b")
+    assert len(face.reservations) == 2
+    face.now += 0.2
+    await face.service.View(router_pb2.ViewRequest(), NO_CONTEXT)
+    assert len(face.reservations) == 1
+    await face.service.Report(router_pb2.ReportRequest(outcomes=[router_pb2.Outcome(uid="b", attempt=0)]), NO_CONTEXT)
+    assert len(face.reservations) == 0
+
+
+async def test_a_refusal_reserves_nothing_and_is_counted(face: Face) -> None:
+    reply = await face.route(prompt_tokens=5000)
+    assert reply.failure.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert len(face.reservations) == 0
+    assert face.counted("baton_router_refusals_total", reason="CONTEXT_LENGTH_EXCEEDED") == 1
+
+
+async def test_an_unknown_model_and_a_model_without_workers(face: Face) -> None:
+    assert (await face.route(model="nobody")).failure.reason == "MODEL_NOT_FOUND"
+    face.workers.card_stands("nobody", registry_pb2.ModelCard(model="nobody"))
+    assert (await face.route(model="nobody")).failure.reason == "DECODE_UNAVAILABLE"
+    for id in ("p1", "p2", "d1", "m1"):
+        face.workers.registered(id, None)
+    assert (await face.route(model="never heard of")).failure.reason == "DECODE_UNAVAILABLE", "nobody is known yet"
+
+
+async def test_the_past_is_refused(face: Face) -> None:
+    assert (await face.route(deadline=time.time() - 1)).failure.reason == "DEADLINE_EXCEEDED"
+    assert (await face.route(deadline=time.time() + 60)).HasField("plan")
+
+
+async def test_prefix_hits_pull_a_request_to_their_worker(face: Face) -> None:
+    face.index.apply("p2", 1, 1, stored=KEYS[:8], removed=[], cleared=True)
+    plan = (await face.route(keys=KEYS)).plan
+    assert plan.prefill.id == "p2"
+    assert plan.cached_tokens == 256
+    assert face.reservations.on("p2").prefill_tokens == 320 - 256
+
+
+async def test_larger_blocks_are_found_by_every_kth_key(face: Face) -> None:
+    face.add("p3", PREFILL, block_size=64)
+    face.index.apply("p3", 1, 1, stored=KEYS[1:8:2], removed=[], cleared=True)
+    face.index.apply("p1", 1, 1, stored=KEYS[:2], removed=[], cleared=True)
+    reply = await face.explain(keys=KEYS, fallback=worker_pb2.FALLBACK_STRICT)
+    cached = {c.prefill: c.cached_tokens for c in reply.candidates if c.prefill}
+    assert cached == {"p1": 64, "p2": 0, "p3": 256}
+
+
+async def test_explain_marks_the_chosen_and_the_barred(face: Face) -> None:
+    face.workers.failed("p1", "test")
+    reply = await face.explain()
+    assert [c.prefill for c in reply.candidates if c.chosen] == ["p2"]
+    (barred,) = [c for c in reply.candidates if c.prefill == "p1"]
+    assert barred.excluded.startswith("QUARANTINED: p1")
+    assert reply.candidates[-1].excluded
+    refused = await face.explain(exclude=["d1", "m1"])
+    assert refused.failure.reason == "DECODE_UNAVAILABLE"
+    assert len(refused.candidates) == 4
+
+
+async def test_reports_teach_transfer_output_and_failures(face: Face) -> None:
+    route = worker_pb2.RouteTaken(prefill="p1", worker="d1", kv_bytes=10_000_000, kv_seconds=0.1, transport="tcp")
+    outcomes = [
+        router_pb2.Outcome(uid="x", worker="d1", prefill="p1", route=route, output_tokens=20),
+        router_pb2.Outcome(uid="y", worker="d1", reason="SESSION_LOST", failed_workers=["d1"]),
+        router_pb2.Outcome(uid="z", worker="d1", reason="A_NEWER_REASON"),
+    ]
+    await face.service.Report(router_pb2.ReportRequest(outcomes=outcomes), NO_CONTEXT)
+    assert face.rates.transfer("p1", "d1") == pytest.approx(1e8)
+    assert face.rates.output_tokens < 128
+    assert face.state("d1") == "quarantined"
+    assert face.counted("baton_router_outcomes_total", reason="ok") == 1
+    assert face.counted("baton_router_outcomes_total", reason="SESSION_LOST") == 1
+    assert face.counted("baton_router_reported_failures_total") == 1
+    plan = (await face.route()).plan
+    assert plan.worker.id == "m1"
+    assert list(plan.reasons) == ["NO_DECODE", "MERGED_FALLBACK"]
+
+
+async def test_later_attempts_say_so(face: Face) -> None:
+    plan = (await face.route(uid="a", attempt=1)).plan
+    assert list(plan.reasons) == ["DISAGGREGATED", "REROUTED"]
+
+
+async def test_the_view_tells_states_loads_and_reservations(face: Face) -> None:
+    plan = (await face.route()).plan
+    view = await face.service.View(router_pb2.ViewRequest(), NO_CONTEXT)
+    assert view.registry == "connected"
+    seen = {w.worker.id: w for w in view.workers}
+    assert list(seen) == ["d1", "m1", "p1", "p2"]
+    assert seen["d1"].reserved_streams == 1
+    assert seen[plan.prefill.id].reserved_prefill_tokens == 320
+    assert {w.state for w in view.workers} <= {"degraded", "quarantined"}
+
+
+async def test_frequent_merged_prompts_make_merged_dearer(face: Face) -> None:
+    """Interference is measured: what merged was given lately counts against its next stream."""
+    before = (await face.explain()).candidates
+    for number in range(5):
+        await face.route(uid=f"m{number}", merged_only=True)
+        face.now += 3.0
+    after = (await face.explain()).candidates
+
+    def interference(candidates: Any) -> float:
+        return next(c.terms_ms["interference"] for c in candidates if c.worker == "m1")
+
+    assert interference(after) >= interference(before)
+    assert face.service._shares.of("m1", face.now) > 0.05
