@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from baton.errors import BatonError
 from baton.transfer.choose import Endpoint, choose
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
-from services.router.policy import Candidate, Choice, Mode, WorkerState
+from services.router.costs import WorkerState
+from services.router.policy import Candidate, Choice, Mode
 
 _MODES = {
     Mode.DISAGGREGATED: worker_pb2.MODE_DISAGGREGATED,

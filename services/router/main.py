@@ -20,9 +20,9 @@ from baton.rpc.channel import Channels
 from baton.rpc.server import RpcServer
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2_grpc
+from services.router.costs import Parameters
 from services.router.index import PrefixIndex
 from services.router.metrics import RouterMetrics
-from services.router.policy import Parameters
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations

@@ -1,8 +1,8 @@
 """The routing policy: pure functions from what is known of the workers to the cheapest plan.
 
 A candidate is a (prefill, decode) pair, a merged worker, or a decode worker that computes the prompt itself. Its cost
-is a sum of terms in seconds; the lowest wins. The formula, its inputs, parameters and limits are in README.md beside
-this file. Nothing here reads a clock, a socket or a global, so a simulator can drive the same code.
+is a sum of terms in seconds (costs.py); the lowest wins. README.md beside this file is the whole of it in words.
+Nothing here reads a clock, a socket or a global, so a simulator can drive the same code.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.errors import Reason
 from baton.route import RouteReason
-
-
-class Role(StrEnum):
-    """What a worker is for."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MERGED = "merged"
+from services.router.costs import (
+    Ask,
+    Parameters,
+    Role,
+    TransferRate,
+    WorkerState,
+    decode_side,
+    own_cost,
+    pair_cost,
+    prefill_side,
+)
 
 
 class Mode(StrEnum):
@@ -35,68 +38,6 @@ class Mode(StrEnum):
 
 _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 """Which of two equally cheap candidates: the one that freezes nobody first."""
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """The policy's constants; README.md says where each comes from."""
-
-    stall_weight: float = 1.0
-    assumed_streams: float = 1.0
-    handover_s: float = 0.005
-    assumed_arrivals_s: float = 0.5
-    shortlist: int = 8
-    tie_s: float = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """One worker at this moment, with the reservations already added.
-
-    `streams` counts running, waiting and reserved ones; `queued_tokens` are prompt tokens ahead of a new one;
-    `prefill_share` is the share of recent time it spent computing prompts, 0 to 1. `unusable` is empty, or the reason
-    (a `Reason` name, a colon, words) why it may not be taken at all.
-    """
-
-    id: str
-    role: Role
-    fingerprint: str
-    block_size: int
-    block_bytes: int
-    max_context: int
-    max_streams: int
-    streams: int
-    queued_tokens: float
-    blocks_total: int
-    blocks_free: int
-    prefill_tok_s: float
-    step_s: float
-    prefill_share: float = 0.0
-    unusable: str = ""
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that a prompt of `tokens` takes, with the one more that the first output needs."""
-        return -(-tokens // self.block_size) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What is to be routed. `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by
-    worker id."""
-
-    uid: str
-    prompt_tokens: int
-    output_tokens: float
-    hits: Mapping[str, int] = field(default_factory=dict)
-    exclude: frozenset[str] = frozenset()
-    merged_only: bool = False
-    strict: bool = False
-    ttft_slo_s: float = 0.0
-
-    def cached(self, worker: WorkerState) -> int:
-        """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
-        most = (self.prompt_tokens - 1) // worker.block_size * worker.block_size
-        return max(0, min(self.hits.get(worker.id, 0), most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,68 +78,6 @@ class Refusal:
 
     reason: Reason
     message: str
-
-
-TransferRate = Callable[[str, str], float]
-"""(prefill id, decode id) -> bytes per second."""
-
-
-def prefill_seconds(worker: WorkerState, tokens: float) -> float:
-    """How long `worker` computes `tokens` of a prompt: at its rate, and never less than one forward pass."""
-    return max(tokens / worker.prefill_tok_s, worker.step_s) if tokens > 0 else 0.0
-
-
-def queue_seconds(worker: WorkerState, ask: Ask) -> float:
-    """How long a new request waits before `worker` starts it: prompt tokens ahead, then a free stream.
-
-    Streams leave one by one: with `max_streams` running for `output * step` seconds each, one ends every
-    `output * step / max_streams` seconds.
-    """
-    tokens_ahead = worker.queued_tokens / worker.prefill_tok_s
-    excess = worker.streams + 1 - worker.max_streams
-    if worker.role is Role.PREFILL or excess <= 0:
-        return tokens_ahead
-    return tokens_ahead + excess * ask.output_tokens * worker.step_s / worker.max_streams
-
-
-def _stream_terms(worker: WorkerState, ask: Ask, expected_share: float = 0.0) -> dict[str, float]:
-    """What streaming from `worker` costs: a fuller batch steps slower, and the share of its time that later prompts
-    will take (as measured, at least `expected_share`) is lost to this stream."""
-    decode_s = ask.output_tokens * worker.step_s
-    return {
-        "batch": decode_s * worker.streams / worker.max_streams,
-        "interference": decode_s * min(1.0, max(worker.prefill_share, expected_share)),
-    }
-
-
-def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters) -> dict[str, float]:
-    """Terms of a worker that computes the prompt and streams: merged, or local on a decode worker."""
-    uncached = ask.prompt_tokens - ask.cached(worker)
-    freeze_s = uncached / worker.prefill_tok_s
-    frozen = worker.streams + parameters.assumed_streams
-    return {
-        "queue": queue_seconds(worker, ask),
-        "prefill": prefill_seconds(worker, uncached),
-        "transfer": 0.0,
-        "stall": freeze_s * frozen * parameters.stall_weight,
-        **_stream_terms(worker, ask, parameters.assumed_arrivals_s * freeze_s),
-    }
-
-
-def pair_cost(
-    prefill: WorkerState, decode: WorkerState, ask: Ask, transfer_rate: TransferRate, parameters: Parameters
-) -> dict[str, float]:
-    """Terms of a hand-over. The decode worker's own queue passes while the prefill computes: the rest of it counts."""
-    compute = prefill_seconds(prefill, ask.prompt_tokens - ask.cached(prefill))
-    ahead = queue_seconds(prefill, ask)
-    missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
-    return {
-        "queue": ahead + max(0.0, queue_seconds(decode, ask) - ahead - compute),
-        "prefill": compute,
-        "transfer": parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
-        "stall": 0.0,
-        **_stream_terms(decode, ask),
-    }
 
 
 def _barred(worker: WorkerState, ask: Ask) -> str:
@@ -247,9 +126,9 @@ def candidates(
             decodes.append((worker, why))
         found.append(Candidate(mode, worker, None, own_cost(worker, ask, parameters), ask.cached(worker), why))
     if not exhaustive:
-        prefills = _shortest(prefills, lambda p: _prefill_side(p, ask), ask, parameters.shortlist)
+        prefills = _shortest(prefills, lambda p: prefill_side(p, ask), ask, parameters.shortlist)
         usable = [d for d, why in decodes if not why]
-        kept = _shortest(usable, lambda d: _decode_side(d, ask), ask, parameters.shortlist)
+        kept = _shortest(usable, lambda d: decode_side(d, ask), ask, parameters.shortlist)
         decodes = [(d, "") for d in kept]
         barred_prefills = barred_prefills[: parameters.shortlist]
     pairs = [(p, "") for p in prefills] + barred_prefills
@@ -261,14 +140,6 @@ def candidates(
             terms = pair_cost(prefill, decode, ask, transfer_rate, parameters)
             found.append(Candidate(Mode.DISAGGREGATED, decode, prefill, terms, ask.cached(prefill), why))
     return found
-
-
-def _prefill_side(prefill: WorkerState, ask: Ask) -> float:
-    return queue_seconds(prefill, ask) + prefill_seconds(prefill, ask.prompt_tokens - ask.cached(prefill))
-
-
-def _decode_side(decode: WorkerState, ask: Ask) -> float:
-    return queue_seconds(decode, ask) + sum(_stream_terms(decode, ask).values())
 
 
 def _shortest(

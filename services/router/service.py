@@ -14,7 +14,7 @@ from baton.registry.registry import Registry
 from baton.route import RouteReason
 from baton.rpc.errors import failure
 from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
-from services.router import explain, policy
+from services.router import costs, explain, policy
 from services.router.index import PrefixIndex
 from services.router.metrics import RouterMetrics
 from services.router.rates import PrefillShare, Rates
@@ -32,7 +32,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reservations: Reservations,
         rates: Rates,
         shares: PrefillShare,
-        parameters: policy.Parameters,
+        parameters: costs.Parameters,
         registry: Registry,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -142,7 +142,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         states = [self._workers.snapshot(known, now) for known in self._workers.of_model(request.model)]
         if not states:
             raise self._nobody(request.model)
-        ask = policy.Ask(
+        ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
@@ -158,7 +158,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _hits(self, request: router_pb2.RouteRequest, states: list[policy.WorkerState]) -> dict[str, int]:
+    def _hits(self, request: router_pb2.RouteRequest, states: list[costs.WorkerState]) -> dict[str, int]:
         """Prefix-hit tokens by worker. A block of k x 32 tokens is named by every k-th logical key."""
         hits: dict[str, int] = {}
         for size in {state.block_size for state in states}:
@@ -192,7 +192,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         else:
             parts[worker.id].prefill_tokens = tokens
         self._reservations.take(request.uid, request.attempt, parts, now)
-        self._shares.add(computes.id, policy.prefill_seconds(computes, tokens), now)
+        self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         plan = explain.plan(choice, {known.worker.id: known.worker for known in self._workers.of_model(request.model)})

@@ -22,8 +22,8 @@ from baton.rpc.channel import Channels
 from baton.rpc.codec import layout_from_pb
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, worker_pb2, worker_pb2_grpc
+from services.router.costs import Role, WorkerState
 from services.router.index import PrefixIndex
-from services.router.policy import Role, WorkerState
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations

@@ -11,22 +11,17 @@ from hypothesis import strategies as st
 
 from baton.errors import Reason
 from baton.route import RouteReason
-from services.router.policy import (
+from services.router.costs import (
     Ask,
-    Candidate,
-    Choice,
-    Mode,
     Parameters,
-    Refusal,
     Role,
     WorkerState,
-    candidates,
-    choose,
     own_cost,
     pair_cost,
     prefill_seconds,
     queue_seconds,
 )
+from services.router.policy import Candidate, Choice, Mode, Refusal, candidates, choose
 
 P = Parameters()
 BLOCK_BYTES = 737_280  # 32 tokens of a 135M model in bf16

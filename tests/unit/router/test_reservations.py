@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.router.policy import Ask, Choice, Parameters, Role, WorkerState, candidates, choose
+from services.router.costs import Ask, Parameters, Role, WorkerState
+from services.router.policy import Choice, candidates, choose
 from services.router.reservations import Held, Reservations
 
 UIDS = st.sampled_from(["u1", "u2", "u3"])
