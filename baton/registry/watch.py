@@ -33,7 +33,7 @@ class PrefixWatch:
     ) -> None:
         self.prefix = prefix
         self.restarts: dict[str, int] = {}
-        """How often the watch broke, by cause: lost, compacted, behind, ended."""
+        """How often the watch broke, by cause: lost, compacted, behind, ended, failed."""
         self._client = client
         self._on_snapshot = on_snapshot
         self._on_change = on_change
@@ -44,12 +44,12 @@ class PrefixWatch:
         while True:
             try:
                 await self._once(backoff)
-            except BatonError as error:
-                self._count("lost", error)
-            except EtcdRefused as error:
-                self._count("compacted" if "compact" in str(error) else "ended", error)
-            except _BehindError as error:
-                self._count("behind", error)
+            except Exception as error:  # this loop must not end: the view would be silently old
+                cause = _cause(error)
+                self.restarts[cause] = self.restarts.get(cause, 0) + 1
+                if backoff.worth_telling or cause == "failed":
+                    prefix, unknown = self.prefix.decode(), cause == "failed"
+                    _log.warning("registry watch broke", prefix=prefix, cause=cause, error=str(error), exc_info=unknown)
             await asyncio.sleep(backoff.next())
 
     async def _once(self, backoff: Backoff) -> None:
@@ -66,10 +66,18 @@ class PrefixWatch:
                     self._on_change(event.kv.key, None if deleted else event.kv.value)
         raise BatonError(Reason.REGISTRY_UNAVAILABLE, "the watch ended")
 
-    def _count(self, cause: str, error: Exception) -> None:
-        self.restarts[cause] = self.restarts.get(cause, 0) + 1
-        _log.warning("registry watch broke: listing again", prefix=self.prefix.decode(), cause=cause, error=str(error))
-
 
 class _BehindError(Exception):
     """The member that answers the watch has not reached the list's revision."""
+
+
+def _cause(error: Exception) -> str:
+    match error:
+        case BatonError():
+            return "lost"
+        case EtcdRefused():
+            return "compacted" if "compact" in str(error) else "ended"
+        case _BehindError():
+            return "behind"
+        case _:
+            return "failed"
