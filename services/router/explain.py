@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from baton.errors import BatonError
 from baton.transfer.choose import Endpoint, choose
@@ -17,14 +17,14 @@ _MODES = {
 }
 
 
-def plan(choice: Choice, workers: Mapping[str, registry_pb2.Worker]) -> worker_pb2.Plan:
-    """The router's answer; `workers` are the registrations of everyone in it."""
+def plan(choice: Choice, registration: Callable[[str], registry_pb2.Worker]) -> worker_pb2.Plan:
+    """The router's answer; `registration` gives that of a worker id."""
     winner = choice.winner
 
     def target(state: WorkerState | None) -> worker_pb2.Target | None:
         if state is None:
             return None
-        worker = workers[state.id]
+        worker = registration(state.id)
         return worker_pb2.Target(id=worker.id, address=worker.address, epoch=worker.epoch)
 
     return worker_pb2.Plan(

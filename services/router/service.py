@@ -195,7 +195,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
-        plan = explain.plan(choice, {known.worker.id: known.worker for known in self._workers.of_model(request.model)})
+        plan = explain.plan(choice, lambda id: self._workers.get(id).worker)
         if request.attempt:
             plan.reasons.append(RouteReason.REROUTED.value)
         return plan
