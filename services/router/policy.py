@@ -86,7 +86,7 @@ def _barred(worker: WorkerState, ask: Ask) -> str:
         return f"EXCLUDED: {worker.id} by the request"
     if worker.unusable:
         return worker.unusable
-    if ask.prompt_tokens + (worker.role is not Role.PREFILL) > worker.max_context:
+    if worker.max_context and ask.prompt_tokens + (worker.role is not Role.PREFILL) > worker.max_context:
         return f"{Reason.CONTEXT_LENGTH_EXCEEDED.name}: {worker.id} takes {worker.max_context} tokens"
     needed = worker.blocks_for(ask.prompt_tokens)
     if worker.blocks_total and needed > worker.blocks_free:

@@ -214,7 +214,7 @@ class Workers:
         if worker.model != known.worker.model:
             self._by_model[known.worker.model].pop(worker.id, None)
         known.worker = worker
-        known.block_bytes = layout_from_pb(worker.layout).block_bytes if worker.HasField("layout") else 0
+        known.block_bytes = _block_bytes(worker)
         self._by_model[worker.model][worker.id] = known
         rates = worker.rates
         self._rates.register(worker.id, rates.prefill_tok_s, rates.decode_step_s, rates.transfer_bytes_s)
@@ -275,6 +275,8 @@ class Workers:
         described = await _describe(self._channels, known.worker.address)
         if described.id != known.worker.id:
             raise WatchLostError(f"{described.id} answers at {known.worker.address}")
+        if described.role not in _ROLES:
+            raise WatchLostError(f"is of role {described.role}, which is not known here")
         if described.epoch != known.worker.epoch:
             self._index.forget(described.id)
             self._reservations.forget(described.id)
@@ -309,6 +311,15 @@ class Workers:
         return self._index.apply(
             id, update.epoch, cache.seq, stored=cache.stored, removed=cache.removed, cleared=cache.cleared
         )
+
+
+def _block_bytes(worker: registry_pb2.Worker) -> int:
+    """Bytes of one block; 0 when the worker has no layout (an upstream engine) or one that only newer releases know."""
+    try:
+        return layout_from_pb(worker.layout).block_bytes if worker.HasField("layout") else 0
+    except KeyError:
+        _log.warning("size of a worker's blocks is not known", worker=worker.id, dtype=worker.layout.dtype)
+        return 0
 
 
 async def _describe(channels: Channels, address: str) -> registry_pb2.Worker:

@@ -149,6 +149,21 @@ async def test_another_worker_at_the_address_is_not_taken_for_it(fleet: Fleet) -
         await fleet.until(lambda: "impostor" in fleet.quarantine.why("p"))
 
 
+async def test_a_worker_of_a_newer_release_does_not_hurt(fleet: Fleet) -> None:
+    """An unknown dtype has no size here, an unknown role has no place: neither stops the router."""
+    async with scripted("p", PREFILL) as worker, scripted("q", PREFILL) as other:
+        worker.describes.layout.dtype = "float4_from_the_future"
+        fleet.workers.registered("p", worker.describes)
+        await fleet.until(lambda: fleet.state("p") == "serving")
+        assert fleet.workers.get("p").block_bytes == 0
+        known = registration("q", PREFILL, other.describes.address)
+        other.describes.role = 17  # type: ignore[assignment]
+        fleet.workers.registered("q", known)
+        await fleet.until(lambda: "role 17" in fleet.quarantine.why("q"))
+        fleet.workers.registered("r", other.describes)
+        assert {k.worker.id for k in fleet.workers.all()} == {"p", "q"}
+
+
 async def test_a_new_epoch_forgets_the_old_one_at_once(fleet: Fleet) -> None:
     async with scripted("p", PREFILL) as old:
         fleet.workers.registered("p", old.describes)
