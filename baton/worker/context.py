@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.engine.port import Engine, EngineSpec, Reader
+from baton.engine.port import Engine, EngineSpec, Reader, Reservation
 from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle
 from baton.rpc.channel import Channels
@@ -59,6 +60,10 @@ class WorkerContext:
     def reader(self) -> Reader:
         """How reservations load from peers."""
         return TransportReader(self.transports)
+
+    async def release(self, reservation: Reservation) -> None:
+        """Release, also when the caller is cancelled (a second time) meanwhile."""
+        await asyncio.shield(self.background.spawn(reservation.release(), "release"))
 
     def check_serving(self) -> None:
         """Raises BatonError DRAINING when no new work is taken."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import cast
 
 import structlog
@@ -38,13 +39,22 @@ def moving(stats: EngineStats, now: float) -> bool:
     return now - stats.step_started < max(STUCK_MIN_S, STUCK_FACTOR * stats.step_predicted_s)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """An open run. Our own wish to end it is an event, no cancellation: that would cut a write of its stream in two."""
+
+    name: str
+    write: Write
+    closing: asyncio.Event
+
+
 class Runs:
     """The open runs of this process: its leases."""
 
     def __init__(self, context: WorkerContext, watchers: Watchers) -> None:
         self._context = context
         self._watchers = watchers
-        self._open: dict[asyncio.Task[object], str] = {}
+        self._open: dict[asyncio.Task[None], _Run] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -52,48 +62,64 @@ class Runs:
         return len(self._open)
 
     async def serve(self, request: pb.RunRequest, write: Write) -> None:
-        """One run, from its request to its end. A refusal or failure is told as an event."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._open[task] = f"{request.attempt.uid}/{request.attempt.attempt}"
+        """One run, from its request to its end. A refusal or failure is told as an event.
+
+        The run is a task of its own, cancelled once, when the caller has closed: a second cancellation cannot interrupt
+        what it frees.
+        """
+        run = _Run(f"{request.attempt.uid}/{request.attempt.attempt}", write, asyncio.Event())
+        task = self._context.background.spawn(self._lease(request, run), f"run {run.name}")
+        self._open[task] = run
+        task.add_done_callback(self._gone)
         self._idle.clear()
         self._changed()
+        try:
+            await asyncio.shield(task)
+        finally:
+            task.cancel()
+
+    async def _lease(self, request: pb.RunRequest, run: _Run) -> None:
         end = "closed"
         try:
             with self._context.transports.lease():
-                await self._run(request, write)
-                end = "deadline"
-                raise BatonError(Reason.DEADLINE_EXCEEDED, "the request's deadline passed while its KV was held")
-        except BatonError as error:
-            end = error.reason.name
-            _log.info("run ended", uid=request.attempt.uid, reason=end, message=error.message)
-            await write(pb.RunEvent(failure=failure(error)))
+                await self._run(request, run)
+        except Exception as error:
+            if isinstance(error, BatonError):
+                failed = error
+            else:
+                _log.exception("run failed unexpectedly", run=run.name)
+                failed = BatonError(Reason.INTERNAL, f"{type(error).__name__} in {self._context.id}: see its log")
+            end = failed.reason.name
+            _log.info("run ended", run=run.name, reason=end, message=failed.message)
+            await run.write(pb.RunEvent(failure=failure(failed)))
         finally:
             self._context.metrics.prefill_runs.labels(end).inc()
-            del self._open[task]
-            if not self._open:
-                self._idle.set()
-            self._changed()
+
+    def _gone(self, task: asyncio.Task[None]) -> None:
+        del self._open[task]
+        if not self._open:
+            self._idle.set()
+        self._changed()
 
     async def idle(self) -> None:
         """Wait until no run is open."""
         await self._idle.wait()
 
     def close_all(self) -> None:
-        """End every open run; the callers see their lease lost."""
-        for task in list(self._open):
-            task.cancel()
+        """End every open run, as if draining: the callers see their lease lost."""
+        for run in self._open.values():
+            run.closing.set()
 
     def findings(self) -> list[str]:
         """Open runs, in words."""
-        return [f"prefill run {name} is open" for name in self._open.values()]
+        return [f"prefill run {run.name} is open" for run in self._open.values()]
 
     def _changed(self) -> None:
         self._context.metrics.leases.set(len(self._open))
         self._watchers.changed()
 
-    async def _run(self, message: pb.RunRequest, write: Write) -> None:
-        """Returns at the request's deadline. Raises BatonError; is cancelled when the caller closes."""
+    async def _run(self, message: pb.RunRequest, run: _Run) -> None:
+        """Ends by BatonError, or cancelled when the caller closes."""
         ours = self._context
         ours.check_serving()
         ours.check_card(message.card)
@@ -108,33 +134,37 @@ class Runs:
                 reservation = await ours.engine.reserve(request, decode_room=False)
             self._watchers.admitted(request.uid)
             accepted = pb.Accepted(cached_tokens=reservation.hit_tokens, peer=ours.peer)
-            await write(pb.RunEvent(accepted=accepted))
+            await run.write(pb.RunEvent(accepted=accepted))
             async with asyncio.timeout(remaining_s(request.deadline)):
-                await self._prefill(reservation, -(-message.have_prefix // ours.spec.block_size), write)
-                await asyncio.Event().wait()  # the lease
+                await self._prefill(reservation, -(-message.have_prefix // ours.spec.block_size), run)
+                await run.closing.wait()  # the lease
+            raise BatonError(Reason.DRAINING, f"{ours.id} is draining: the lease ends")
         except TimeoutError:
             if reservation is None:
                 raise BatonError(Reason.NO_CAPACITY, "the engine did not answer in time") from None
+            raise BatonError(Reason.DEADLINE_EXCEEDED, "the deadline passed while the KV was held") from None
         finally:
             if reservation is not None:
-                await reservation.release()
+                await ours.release(reservation)
 
-    async def _prefill(self, reservation: Reservation, have_blocks: int, write: Write) -> None:
+    async def _prefill(self, reservation: Reservation, have_blocks: int, run: _Run) -> None:
+        """Announce until the prompt is computed, or until the run is to close."""
         events = cast("AsyncGenerator[PrefillEvent, None]", self._context.engine.prefill(reservation))
+        closing = asyncio.create_task(run.closing.wait(), name="run closing")
         step: asyncio.Task[PrefillEvent] | None = None
         try:
-            while True:
+            while not run.closing.is_set():
                 step = step or asyncio.create_task(anext(events), name="prefill step")  # type: ignore[arg-type]
-                finished, _ = await asyncio.wait((step,), timeout=ALIVE_S)
-                if not finished:
-                    if moving(self._context.engine.stats(), time.time()):
-                        await write(pb.RunEvent(blocks=pb.Blocks()))
-                    continue
-                event, step = step.result(), None
-                await write(_to_pb(event, have_blocks))
-                if isinstance(event, PrefillDone):
-                    return
+                await asyncio.wait((step, closing), timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if step.done():
+                    event, step = step.result(), None
+                    await run.write(_to_pb(event, have_blocks))
+                    if isinstance(event, PrefillDone):
+                        return
+                elif moving(self._context.engine.stats(), time.time()):
+                    await run.write(pb.RunEvent(blocks=pb.Blocks()))
         finally:
+            closing.cancel()
             if step is not None:
                 step.cancel()
                 await asyncio.gather(step, return_exceptions=True)

@@ -99,7 +99,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await self._watchers.serve(context.write)
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainReply:
-        self._context.draining = True
         self._on_draining()
         return pb.DrainReply(remaining=await drain(self._context, self._attempts, self._runs, request.deadline_s))
 

@@ -114,7 +114,7 @@ class Submissions:
                 admitted.set_exception(failure)
         finally:
             if attempt.reservation is not None:
-                await attempt.reservation.release()
+                await self._context.release(attempt.reservation)
 
     async def _reserve(self, attempt: Attempt) -> Reservation:
         try:

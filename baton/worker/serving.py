@@ -1,0 +1,109 @@
+"""The parts that serve requests, and the loops between the engine and them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from baton.errors import BatonError, Reason
+from baton.v1 import registry_pb2
+from baton.worker import state
+from baton.worker.announce import Announcement
+from baton.worker.attempts import Attempts
+from baton.worker.context import WorkerContext
+from baton.worker.run import Runs
+from baton.worker.service import WorkerServicer
+from baton.worker.sessions import Session, Sessions
+from baton.worker.submit import Submissions
+from baton.worker.watch import Watchers
+
+QUARANTINE_CAP = 0.5
+"""Share of the pool that late reads may hold before the process starts over with a new epoch."""
+CHECK_S = 1.0
+
+_log = structlog.get_logger()
+
+
+class Serving:
+    """Made once the engine is there. `end(code)` is how a part ends the process."""
+
+    def __init__(self, context: WorkerContext, end: Callable[[int], None]) -> None:
+        self.context = context
+        self.watchers = Watchers(context.epoch, lambda: state.load(context), context.metrics)
+        self.attempts = Attempts(context.metrics, self.watchers.changed)
+        self.sessions = Sessions(context.epoch, context.metrics, lambda: state.heartbeat(context), self._end_session)
+        self.runs = Runs(context, self.watchers)
+        self.announcement: Announcement | None = None
+        self._end = end
+
+    def servicer(self) -> WorkerServicer:
+        """The gRPC face of all of it."""
+        submissions = Submissions(self.context, self.sessions, self.attempts, self.watchers)
+        return WorkerServicer(
+            self.context,
+            self.sessions,
+            self.attempts,
+            submissions,
+            self.runs,
+            self.watchers,
+            self._describe,
+            self.say_draining,
+        )
+
+    def spawn_loops(self) -> None:
+        """Everything that runs for as long as the process does."""
+        spawn = self.context.background.spawn
+        spawn(self.sessions.beat(), "heartbeats")
+        spawn(self.watchers.tick(), "load")
+        spawn(self._follow_tokens(), "engine events")
+        spawn(self._follow_cache(), "cache events")
+        spawn(self._check(), "checks")
+
+    def say_draining(self) -> None:
+        """Take no new work and tell everyone."""
+        self.context.draining = True
+        self.watchers.changed()
+        if self.announcement is not None:
+            self.announcement.say_draining()
+
+    def _describe(self) -> registry_pb2.Worker:
+        return registry_pb2.Worker() if self.announcement is None else self.announcement.message
+
+    def _end_session(self, session: Session) -> None:
+        for attempt in self.attempts.of(session):
+            attempt.abort()
+
+    async def _follow_tokens(self) -> None:
+        """Every step's tokens to their sessions. The engine's end is ours."""
+        try:
+            async for events in self.context.engine.events():
+                self.attempts.dispatch(events)
+            error = BatonError(Reason.ENGINE_FAILED, "the engine's events ended")
+        except BatonError as failed:
+            error = failed
+        except Exception as failed:
+            _log.exception("engine events could not be passed on")
+            error = BatonError(Reason.INTERNAL, f"{type(failed).__name__} while passing tokens on")
+        _log.error("the engine is gone: this epoch ends", reason=error.reason.name, message=error.message)
+        for attempt in self.attempts:
+            attempt.send_failure(error)
+            attempt.abort()
+        self._end(1)
+
+    async def _follow_cache(self) -> None:
+        try:
+            await self.watchers.follow(self.context.engine)
+        except BatonError as error:
+            _log.warning("cache events ended", reason=error.reason.name, message=error.message)
+
+    async def _check(self) -> None:
+        """Show the engine's state, and start over when late reads hold too much of the pool."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            stats = self.context.engine.stats()
+            self.context.metrics.engine(stats)
+            if stats.blocks_total and stats.blocks_quarantined > QUARANTINE_CAP * stats.blocks_total:
+                _log.error("late reads hold too much of the pool: starting over", blocks=stats.blocks_quarantined)
+                self._end(1)
