@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 
@@ -55,7 +55,7 @@ class Events:
                 watcher.waiting.append(change)
             watcher.wake.set()
 
-    async def watch(self) -> AsyncIterator[tuple[int, Change]]:
+    async def watch(self) -> AsyncGenerator[tuple[int, Change], None]:
         """(number, change) for ever, the first one `cleared` with everything that is here. Close it when done."""
         watcher = _Watcher()
         self._watchers.append(watcher)

@@ -60,7 +60,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         host.on_evicted = self._evicted_for_room
         self._gauges()
 
-    async def Lookup(self, request: kvstore_pb2.LookupRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Lookup(  # type: ignore[override]
+        self,
+        request: kvstore_pb2.LookupRequest,
+        context: grpc.aio.ServicerContext[kvstore_pb2.LookupRequest, kvstore_pb2.LookupReply],
+    ) -> None:
         """One reply with the pinned handles; then the call is held until the caller ends it. A miss ends at once."""
         if self._lookups >= MAX_LOOKUPS:
             raise BatonError(Reason.NO_CAPACITY, f"{self._lookups} look-ups are held")
@@ -77,9 +81,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             self._lookups -= 1
             self._host.unpin(pinned)
 
-    async def Offer(
-        self, request: kvstore_pb2.OfferRequest, context: grpc.aio.ServicerContext
-    ) -> kvstore_pb2.OfferReply:
+    async def Offer(self, request: kvstore_pb2.OfferRequest, context: object) -> kvstore_pb2.OfferReply:
         """READ what is offered. Answers when the caller's blocks are no longer needed."""
         outcome = await self._offers.take(
             peer_from_pb(request.peer), [handle_from_pb(h) for h in request.handles], request.deadline_s
@@ -88,7 +90,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._refused.update(refused)
         return kvstore_pb2.OfferReply(stored=outcome.stored, known=outcome.known, refused=refused)
 
-    async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Watch(  # type: ignore[override]
+        self,
+        request: worker_pb2.WatchRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.WatchRequest, kvstore_pb2.StoreUpdate],
+    ) -> None:
         """A snapshot, then changes."""
         async with aclosing(self._events.watch()) as changes:
             async for number, change in changes:
@@ -101,9 +107,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                 )
                 await context.write(kvstore_pb2.StoreUpdate(epoch=self._peer.epoch, cache=cache))
 
-    async def Stats(
-        self, request: kvstore_pb2.StatsRequest, context: grpc.aio.ServicerContext
-    ) -> kvstore_pb2.StatsReply:
+    async def Stats(self, request: kvstore_pb2.StatsRequest, context: object) -> kvstore_pb2.StatsReply:
         """What is held and what became of what was asked and offered."""
         stats = self._host.stats()
         tier = kvstore_pb2.Tier(
@@ -117,9 +121,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             tiers=[tier], hits=self._hits, misses=self._misses, evicted=self._evicted, refused=self._refused
         )
 
-    async def Clear(
-        self, request: kvstore_pb2.ClearRequest, context: grpc.aio.ServicerContext
-    ) -> kvstore_pb2.ClearReply:
+    async def Clear(self, request: kvstore_pb2.ClearRequest, context: object) -> kvstore_pb2.ClearReply:
         """Forget every block, or those of one layout."""
         shape = self._host.shape
         if request.fingerprint and (shape is None or shape.fingerprint != request.fingerprint):
@@ -129,7 +131,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._events.publish(Change(cleared=True))
         return kvstore_pb2.ClearReply(dropped=len(keys))
 
-    async def Pair(self, request: worker_pb2.PairRequest, context: grpc.aio.ServicerContext) -> worker_pb2.PairReply:
+    async def Pair(self, request: worker_pb2.PairRequest, context: object) -> worker_pb2.PairReply:
         """Make the caller readable here, and ourselves ready for the caller's half."""
         shape = self._host.shape
         if request.fingerprint and shape is not None and shape.fingerprint != request.fingerprint:
@@ -144,7 +146,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         return worker_pb2.PairReply(peer=self._own_peer())
 
     async def CheckIntegrity(
-        self, request: worker_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext
+        self, request: worker_pb2.CheckIntegrityRequest, context: object
     ) -> worker_pb2.CheckIntegrityReply:
         """Every slot, pin and open call of this process, in words."""
         findings = self._host.check_integrity()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-
-import grpc
+from functools import partial
 
 from baton.errors import BatonError, Reason
 from baton.kv.keys import BLOCK_SIZE
@@ -52,11 +51,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         metrics.reservations.set_function(lambda: len(reservations))
         metrics.reservations_expired.set_function(lambda: reservations.expired)
         for state in ("serving", "degraded", "draining", "quarantined"):
-            metrics.workers.labels(state).set_function(
-                lambda state=state: sum(workers.state(known) == state for known in workers.all())
-            )
+            metrics.workers.labels(state).set_function(partial(self._in_state, state))
 
-    async def Route(self, request: router_pb2.RouteRequest, context: grpc.aio.ServicerContext) -> router_pb2.RouteReply:
+    async def Route(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.RouteReply:
         """The cheapest plan, its load reserved; or the reason why there is none."""
         began = time.perf_counter()
         try:
@@ -69,9 +66,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._metrics.route_seconds.observe(time.perf_counter() - began)
         return router_pb2.RouteReply(plan=self._plan(choice, request))
 
-    async def Explain(
-        self, request: router_pb2.RouteRequest, context: grpc.aio.ServicerContext
-    ) -> router_pb2.ExplainReply:
+    async def Explain(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.ExplainReply:
         """Every candidate's terms, cheapest first, those that may not be taken last. Reserves nothing."""
         reply = router_pb2.ExplainReply()
         winner = None
@@ -88,9 +83,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             reply.candidates.append(explain.candidate(item, winner, self._transport(item)))
         return reply
 
-    async def Report(
-        self, request: router_pb2.ReportRequest, context: grpc.aio.ServicerContext
-    ) -> router_pb2.ReportReply:
+    async def Report(self, request: router_pb2.ReportRequest, context: object) -> router_pb2.ReportReply:
         """Learn from what became of requests; take workers out whose connection failed."""
         for outcome in request.outcomes:
             self._reservations.end(outcome.uid, outcome.attempt)
@@ -105,7 +98,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self._workers.failed(failed, f"connection failed, says a frontend ({outcome.reason or 'no reason'})")
         return router_pb2.ReportReply()
 
-    async def View(self, request: router_pb2.ViewRequest, context: grpc.aio.ServicerContext) -> router_pb2.ViewReply:
+    async def View(self, request: router_pb2.ViewRequest, context: object) -> router_pb2.ViewReply:
         """What this router knows of the fleet."""
         self._reservations.expire(self._clock())
         state = self._registry.state
@@ -125,13 +118,16 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return reply
 
     async def CheckIntegrity(
-        self, request: worker_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext
+        self, request: worker_pb2.CheckIntegrityRequest, context: object
     ) -> worker_pb2.CheckIntegrityReply:
         """The leak check of index and reservations."""
         self._reservations.expire(self._clock())
         return worker_pb2.CheckIntegrityReply(
             findings=self._index.check_integrity() + self._reservations.check_integrity()
         )
+
+    def _in_state(self, state: str) -> int:
+        return sum(self._workers.state(known) == state for known in self._workers.all())
 
     def _decide(
         self, request: router_pb2.RouteRequest, *, exhaustive: bool
