@@ -58,15 +58,22 @@ def collisions(handles: Sequence[Handle], into: Sequence[int]) -> set[int]:
     return spoilt
 
 
-def verified(arena: Arena, handle: Handle, offset: int) -> bool:
-    """Whether the bytes at local `offset` are the ones that `handle` names (releases the GIL while it sums)."""
+def judge(arena: Arena, handle: Handle, offset: int) -> Reason | None:
+    """None when the bytes at local `offset` are the ones that `handle` names. Lets go of the GIL while it sums."""
     payload = arena.view(offset, handle.length)
-    return checksum(handle.key, handle.epoch, handle.generation, payload) == handle.checksum
+    if checksum(handle.key, handle.epoch, handle.generation, payload) == handle.checksum:
+        return None
+    return Reason.KV_CHECKSUM_MISMATCH
 
 
 def report(
     handles: Sequence[Handle], into: Sequence[int], reasons: Sequence[Reason | None], seconds: float
 ) -> ReadReport:
     """A report of a batch in which nothing is late."""
-    blocks = [BlockRead(h, o, r) for h, o, r in zip(handles, into, reasons, strict=True)]
-    return ReadReport(blocks, sum(h.length for h, r in zip(handles, reasons, strict=True) if r is None), seconds)
+    blocks: list[BlockRead] = []
+    arrived = 0
+    for handle, offset, reason in zip(handles, into, reasons, strict=True):
+        blocks.append(BlockRead(handle, offset, reason))
+        if reason is None:
+            arrived += handle.length
+    return ReadReport(blocks, arrived, seconds)

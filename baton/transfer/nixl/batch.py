@@ -1,6 +1,6 @@
 """One `read` in flight over NIXL: blocks in chunks, each chunk one NIXL request, each request settled exactly once.
 
-    WAITING ──begin──> POSTED ──settle──> READ ──verify──> done
+    WAITING ──begin──> POSTED ──settle──> SETTLED ──verify──> in the report
        └─ dropped when the batch was abandoned; a chunk that is POSTED at that moment is *late*
 
 The event loop abandons a batch (deadline, cancellation) and the driver's thread settles its chunks: one lock decides
@@ -19,7 +19,7 @@ from baton.errors import Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import Handle
 from baton.transfer.nixl.driver import Link, Transfer
-from baton.transfer.screen import verified
+from baton.transfer.screen import judge
 
 
 class State(Enum):
@@ -33,21 +33,25 @@ class State(Enum):
 class Chunk(Transfer):
     """Some blocks of a batch, all of one peer. `members` are their positions in the batch."""
 
-    __slots__ = ("batch", "members", "state")
+    __slots__ = ("batch", "members", "size", "state")
 
-    def __init__(self, batch: Batch, link: Link, base: int, members: list[int]) -> None:
-        local: list[tuple[int, int, int]] = []
-        remote: list[tuple[int, int, int]] = []
-        for i in members:
-            at = batch.arena.address + batch.into[i]
-            for segment in batch.handles[i].segments:
-                local.append((at, segment.length, 0))
-                remote.append((base + segment.offset, segment.length, 0))
-                at += segment.length
-        super().__init__(link, local, remote)
-        self.batch = batch
-        self.members = members
+    batch: Batch
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link, [], [])
+        self.members: list[int] = []
+        self.size = 0
         self.state = State.WAITING
+
+    def add(self, position: int, handle: Handle, target: int, base: int) -> None:
+        """One more block: from the peer's arena at `base` to our address `target`, segment after segment."""
+        for segment in handle.segments:
+            length = segment.length
+            self.local.append((target, length, 0))
+            self.remote.append((base + segment.offset, length, 0))
+            target += length
+            self.size += length
+        self.members.append(position)
 
     def begin(self) -> bool:
         return self.batch.begin(self)
@@ -60,21 +64,23 @@ class Chunk(Transfer):
 
 
 class Batch:
-    """The blocks of one `read`. `reasons` holds what is known so far: a block that nothing happened to timed out."""
+    """The blocks of one `read`. `reasons` holds what is known so far of each; `done` ends when all chunks have."""
 
     def __init__(
         self,
         arena: Arena,
         handles: Sequence[Handle],
         into: Sequence[int],
+        reasons: list[Reason | None],
+        chunks: Sequence[Chunk],
         verifier: Executor | None,
         on_late_settled: Callable[[Chunk], None],
     ) -> None:
         self.arena = arena
         self.handles = handles
         self.into = into
-        self.reasons: list[Reason | None] = [Reason.KV_TRANSFER_TIMEOUT] * len(handles)
-        self.chunks: list[Chunk] = []
+        self.reasons = reasons
+        self.chunks = chunks
         self.abandoned = False
         self.owed = 0
         """Late chunks that have not settled yet."""
@@ -82,19 +88,15 @@ class Batch:
         """Done when nothing is owed any more; None when nobody was told."""
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()
-        self._loop_thread = threading.get_ident()
         self._verifier = verifier
         self._on_late_settled = on_late_settled
         self._lock = threading.Lock()
-        self._open = 0
-
-    def add(self, link: Link, base: int, members: list[int]) -> None:
-        """One more chunk. All of them before the first is posted."""
-        self.chunks.append(Chunk(self, link, base, members))
-        self._open += 1
+        self._open = len(chunks)
+        for chunk in chunks:
+            chunk.batch = self
 
     def begin(self, chunk: Chunk) -> bool:
-        """The driver is about to post `chunk`."""
+        """`chunk` is about to be posted. False when nobody waits for it any more."""
         with self._lock:
             if self.abandoned:
                 return False
@@ -108,15 +110,15 @@ class Batch:
             if self.abandoned:
                 self._loop.call_soon_threadsafe(self._on_late_settled, chunk)
                 return
-            if error is not None:
-                self._close(chunk, [Reason.KV_TRANSFER_FAILED] * len(chunk.members))
+            if error is not None or self._verifier is None:
+                verdict = None if error is None else Reason.KV_TRANSFER_FAILED
+                self._close(chunk, [verdict] * len(chunk.members))
                 return
-        if self._verifier is None:
-            self._finish(chunk)
-        elif threading.get_ident() == self._loop_thread:
-            self._check(chunk)  # a small read: the bytes are in the cache, and a hop would cost more than the sum
-        else:
-            self._verifier.submit(self._check, chunk)
+        try:
+            self._verifier.submit(self._verify, chunk)
+        except RuntimeError:  # closed meanwhile: what cannot be verified is not used
+            with self._lock:
+                self._close(chunk, [Reason.KV_TRANSFER_FAILED] * len(chunk.members))
 
     def abandon(self) -> list[Chunk]:
         """Nobody waits any more. The chunks whose bytes may still come; `on_late_settled` is told of each when over."""
@@ -124,29 +126,18 @@ class Batch:
             self.abandoned = True
             return [chunk for chunk in self.chunks if chunk.state is State.POSTED]
 
-    def _check(self, chunk: Chunk) -> None:
-        reasons: list[Reason | None] = []
-        for i in chunk.members:
-            good = verified(self.arena, self.handles[i], self.into[i])
-            reasons.append(None if good else Reason.KV_CHECKSUM_MISMATCH)
+    def _verify(self, chunk: Chunk) -> None:
+        verdicts = [judge(self.arena, self.handles[i], self.into[i]) for i in chunk.members]
         with self._lock:
-            self._close(chunk, reasons)
+            self._close(chunk, verdicts)
 
-    def _finish(self, chunk: Chunk) -> None:
-        with self._lock:
-            self._close(chunk, [None] * len(chunk.members))
-
-    def _close(self, chunk: Chunk, reasons: Sequence[Reason | None]) -> None:
+    def _close(self, chunk: Chunk, verdicts: Sequence[Reason | None]) -> None:
         if self.abandoned:
             return
-        for i, reason in zip(chunk.members, reasons, strict=True):
-            self.reasons[i] = reason
+        for i, verdict in zip(chunk.members, verdicts, strict=True):
+            self.reasons[i] = verdict
         self._open -= 1
-        if self._open:
-            return
-        if threading.get_ident() == self._loop_thread:
-            self._set_done()
-        else:
+        if not self._open:
             self._loop.call_soon_threadsafe(self._set_done)
 
     def _set_done(self) -> None:

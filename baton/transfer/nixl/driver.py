@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -27,6 +27,9 @@ LEASE_POLL_S = 0.001
 LATE_POLL_S = 0.005
 SPIN_S = 0.00005
 """Below this a wait costs more than another look."""
+
+Span = tuple[int, int, int]
+"""Address, length, and 0 for host memory: what NIXL takes for a stretch of bytes."""
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +54,7 @@ class Transfer(ABC):
 
     __slots__ = ("link", "local", "posted_at", "remote", "request")
 
-    def __init__(self, link: Link, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> None:
+    def __init__(self, link: Link, local: list[Span], remote: list[Span]) -> None:
         self.link = link
         self.local = local
         self.remote = remote
@@ -72,7 +75,7 @@ class Transfer(ABC):
 
 
 class Driver:
-    """Owns `agent`. `submit`, `call` and `try_post` come from one event loop's thread, the rest is the driver's own."""
+    """Owns `agent`. `submit`, `call` and `post_now` come from one event loop's thread, the rest is the driver's own."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -95,27 +98,35 @@ class Driver:
         self._inbox.append(work)
         self._wake.set()
 
-    def submit(self, transfer: Transfer) -> None:
-        """Post `transfer` when its link's turn comes."""
-        self.call(lambda: self._enqueue(transfer))
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        """Post each of `transfers` when its link's turn comes."""
 
-    def try_post(self, transfer: Transfer) -> bool:
-        """Post it here and now if the agent is free and the link has nothing before it; else False, nothing done.
+        def enqueue() -> None:
+            for transfer in transfers:
+                self._enqueue(transfer)
 
-        For small reads: two hops between threads cost as much as copying a megabyte.
+        self.call(enqueue)
+
+    def post_now(self, link: Link, local: list[Span], remote: list[Span]) -> int | None:
+        """Post a read here and now. 0: it is done; a request: it is in flight and must be given to `watch`; None: the
+        agent is busy or others wait for this link, nothing was done. Raises AgentError when the read failed.
+
+        For small reads: the hops to the thread and back cost as much as copying a megabyte.
         """
-        link = transfer.link
         if not self._turn.acquire(blocking=False):
-            return False
+            return None
         try:
             if link.waiting or link.posted >= IN_FLIGHT or link.broken is not None:
-                return False
-            self._post(transfer)
+                return None
+            return self._start(link, local, remote)
         finally:
             self._turn.release()
-        if transfer.request:
-            self._wake.set()
-        return True
+
+    def watch(self, transfer: Transfer, request: int) -> None:
+        """See `transfer`, posted by `post_now`, to its end."""
+        transfer.begin()
+        transfer.request = request
+        self.call(lambda: self._track(transfer))
 
     def lease(self, change: int) -> None:
         """One more (+1) or one fewer (-1) reason to let peers make progress."""
@@ -202,21 +213,32 @@ class Driver:
         if not transfer.begin():
             return
         try:
-            request = self._agent.create(transfer.link.name, transfer.local, transfer.remote)
+            transfer.request = self._start(transfer.link, transfer.local, transfer.remote)
         except AgentError as error:
-            self._settle(transfer, str(error))
+            transfer.settle(str(error))
+            self._fail_waiting(transfer.link)
             return
-        try:
-            done = self._agent.post(request)
-        except AgentError as error:
-            self._release(request)
-            self._settle(transfer, str(error))
-            return
-        if done:
-            self._release(request)
+        if transfer.request:
+            self._track(transfer)
+        else:
             transfer.settle(None)
-            return
-        transfer.request = request
+
+    def _start(self, link: Link, local: list[Span], remote: list[Span]) -> int:
+        """A posted request, or 0 when it is done already. Whatever fails breaks the link."""
+        request = 0
+        try:
+            request = self._agent.create(link.name, local, remote)
+            if not self._agent.post(request):
+                return request
+        except AgentError as error:
+            self._break(link, str(error))
+            if request:
+                self._release(request)
+            raise
+        self._release(request)
+        return 0
+
+    def _track(self, transfer: Transfer) -> None:
         transfer.posted_at = time.monotonic()
         transfer.link.posted += 1
         self._posted.append(transfer)
@@ -228,19 +250,19 @@ class Driver:
                 return
         except AgentError as error:
             failure = str(error)
+            self._break(transfer.link, failure)
         self._posted.remove(transfer)
         transfer.link.posted -= 1
         self._release(transfer.request)
-        self._settle(transfer, failure)
-        self._remove_if_drained(transfer.link)
-
-    def _settle(self, transfer: Transfer, failure: str | None) -> None:
-        if failure is not None and transfer.link.broken is None:
-            transfer.link.broken = failure
-            log.warning("nixl link broken", peer=transfer.link.name, error=failure)
         transfer.settle(failure)
         if failure is not None:
             self._fail_waiting(transfer.link)
+        self._remove_if_drained(transfer.link)
+
+    def _break(self, link: Link, why: str) -> None:
+        if link.broken is None:
+            link.broken = why
+            log.warning("nixl link broken", peer=link.name, error=why)
 
     def _fail_waiting(self, link: Link) -> None:
         while link.waiting:

@@ -11,8 +11,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
@@ -21,64 +20,21 @@ from baton.kv.arena import Arena
 from baton.kv.handle import Handle
 from baton.transfer.nixl.agent import Agent, AgentError
 from baton.transfer.nixl.batch import Batch, Chunk
-from baton.transfer.nixl.driver import Driver, Link, Transfer
+from baton.transfer.nixl.driver import Driver, Link
+from baton.transfer.nixl.pairing import Pairing, WarmUp, agent_name, settle_ready
 from baton.transfer.port import Peer, ReadReport, Transport
 from baton.transfer.quarantine import Quarantine
-from baton.transfer.screen import collisions, refusal, report
+from baton.transfer.screen import collisions, judge, refusal, report
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of one NIXL request. A batch of at most one chunk is read on the event loop: 0.3 ms at 15 GB/s."""
-WARM_BYTES = 64
+"""Bytes of one NIXL request, at least one block."""
+HERE_BYTES = 16 << 20
+"""A batch up to this size is read on the event loop, a chunk (0.3-0.5 ms) at a time, where the kernel copies at once:
+the hops to the driver's thread and back cost a tenth of a 16 MiB read. Larger ones have the thread to themselves."""
 SCRATCH_BYTES = 4096
 BASE = struct.Struct("<Q")
 
 log = structlog.get_logger(__name__)
-
-
-def agent_name(owner: str, epoch: int) -> str:
-    """What NIXL calls that process."""
-    return f"{owner}@{epoch:016x}"
-
-
-@dataclass(eq=False)
-class Pairing:
-    """A peer, its link, and the future of its first read: done when it can be read from, failed with a BatonError."""
-
-    peer: Peer
-    link: Link
-    base: int
-    ready: asyncio.Future[None]
-
-
-class WarmUp(Transfer):
-    """The first read from a peer, into scratch: it connects the two, and shows that bytes come."""
-
-    __slots__ = ("_loop", "_ready")
-
-    def __init__(self, link: Link, scratch: Arena, base: int, ready: asyncio.Future[None], size: int) -> None:
-        super().__init__(link, [(scratch.address, size, 0)], [(base, size, 0)])
-        self._ready = ready
-        self._loop = ready.get_loop()
-
-    def begin(self) -> bool:
-        return True
-
-    def settle(self, error: str | None) -> None:
-        self._loop.call_soon_threadsafe(settle_ready, self._ready, error)
-
-    def late(self) -> bool:
-        return False
-
-
-def settle_ready(ready: asyncio.Future[None], error: str | None) -> None:
-    """End the wait for a pairing."""
-    if ready.done():
-        return
-    if error is None:
-        ready.set_result(None)
-    else:
-        ready.set_exception(BatonError(Reason.KV_TRANSFER_FAILED, f"nixl: {error}"))
-        ready.exception()  # whoever waits sees it; nobody may be waiting
 
 
 class NixlTransport(Transport):
@@ -136,18 +92,76 @@ class NixlTransport(Transport):
         driver = self._driver
         if driver is None or driver.failure is not None:
             return report(handles, into, [Reason.KV_TRANSFER_FAILED] * len(handles), 0.0)
-        batch = Batch(self._arena, handles, into, self._verifier if verify else None, self._late_settled)
-        total = self._plan(batch)
+        reasons: list[Reason | None] = [Reason.KV_TRANSFER_TIMEOUT] * len(handles)
+        chunks = self._plan(handles, into, reasons)
         left = deadline - time.monotonic()
-        if batch.chunks and left > 0:
-            small = total <= CHUNK_BYTES
-            for chunk in batch.chunks:
-                if not (small and driver.try_post(chunk)):
-                    driver.submit(chunk)
-            late = await self._wait(batch, left, total if small else 0)
-            if late:
-                return self._late_report(batch, late, time.perf_counter() - started)
-        return report(handles, into, batch.reasons, time.perf_counter() - started)
+        if not chunks or left <= 0:
+            return report(handles, into, reasons, time.perf_counter() - started)
+        in_flight = None
+        if sum([chunk.size for chunk in chunks]) <= HERE_BYTES:
+            chunks, in_flight = await self._read_here(driver, chunks, handles, into, reasons, deadline, verify)
+        if not chunks:
+            return report(handles, into, reasons, time.perf_counter() - started)
+        verifier = self._verifier if verify else None
+        batch = Batch(self._arena, handles, into, reasons, chunks, verifier, self._late_settled)
+        if in_flight is not None:
+            driver.watch(chunks[0], in_flight)
+        driver.submit(chunks if in_flight is None else chunks[1:])
+        late = await self._wait(batch, deadline - time.monotonic())
+        return self._report(batch, late, time.perf_counter() - started)
+
+    async def _read_here(
+        self,
+        driver: Driver,
+        chunks: list[Chunk],
+        handles: Sequence[Handle],
+        into: Sequence[int],
+        reasons: list[Reason | None],
+        deadline: float,
+        verify: bool,
+    ) -> tuple[list[Chunk], int | None]:
+        """Read on the loop, chunk by chunk; others get to run after each chunk's worth of bytes.
+
+        What is left for the driver, and the request of the first of these if it is in flight: a read that needs the
+        peer, or an agent that is busy, is the driver's business. Nothing is in flight when this is cancelled.
+        """
+        checks: list[Future[None]] = []
+
+        def judge_all(chunk: Chunk) -> None:
+            for i in chunk.members:
+                reasons[i] = judge(self._arena, handles[i], into[i])
+
+        left: list[Chunk] = []
+        request: int | None = 0
+        for position, chunk in enumerate(chunks):
+            self._inline += chunk.size
+            if self._inline > CHUNK_BYTES:
+                self._inline = chunk.size
+                await asyncio.sleep(0)
+                if time.monotonic() >= deadline:
+                    break
+            try:
+                request = driver.post_now(chunk.link, chunk.local, chunk.remote)
+            except AgentError:
+                request = 0
+                for i in chunk.members:
+                    reasons[i] = Reason.KV_TRANSFER_FAILED
+                continue
+            if request != 0:
+                left = chunks[position:]
+                break
+            if not verify:
+                for i in chunk.members:
+                    reasons[i] = None
+            elif position + 1 < len(chunks):
+                checks.append(self._verifier.submit(judge_all, chunk))  # while the next one is read
+            else:
+                judge_all(chunk)
+        for check in checks:
+            if not request and not check.done():
+                await asyncio.wrap_future(check)
+            check.result()  # with a read in flight it waits here, a moment: nothing may be cancelled before `watch`
+        return left, request or None
 
     def quarantined(self) -> frozenset[int]:
         return self._quarantine.offsets()
@@ -186,7 +200,7 @@ class NixlTransport(Transport):
         link = Link(name)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         known = Pairing(peer, link, base, ready)
-        warm = WarmUp(link, self._scratch, base, ready, min(WARM_BYTES, peer.arena_bytes))
+        warm = WarmUp(known, self._scratch)
 
         def introduce() -> None:
             if driver.knows(name):
@@ -196,7 +210,7 @@ class NixlTransport(Transport):
                     driver.adopt(link, self._agent.add(described[BASE.size :]))
                 except AgentError as error:
                     link.broken = str(error)
-            driver.submit(warm)
+            driver.submit([warm])
 
         driver.call(introduce)
         self._pairs[peer.owner] = known
@@ -208,48 +222,36 @@ class NixlTransport(Transport):
         settle_ready(known.ready, "dropped for a newer epoch, or closed")
         driver.call(lambda: driver.drop(known.link))
 
-    def _plan(self, batch: Batch) -> int:
-        """Refuse what cannot be right, cut the rest into chunks. Bytes to read."""
-        spoilt = collisions(batch.handles, batch.into) if len(batch.into) > 1 else ()
-        members: dict[str, list[int]] = {}
-        filled: dict[str, int] = {}
-        total = 0
-        for i, (handle, offset) in enumerate(zip(batch.handles, batch.into, strict=True)):
+    def _plan(self, handles: Sequence[Handle], into: Sequence[int], reasons: list[Reason | None]) -> list[Chunk]:
+        """Refuse what cannot be right (in `reasons`), cut the rest into chunks."""
+        spoilt = collisions(handles, into) if len(into) > 1 else ()
+        chunks: list[Chunk] = []
+        filling: dict[Pairing, Chunk] = {}
+        arena = self._arena
+        for i, handle in enumerate(handles):
+            offset = into[i]
             known = self._pairs.get(handle.owner)
             peer = known.peer if known is not None else None
-            reason = refusal(handle, offset, peer, self._arena.size, self._slot_bytes, self._quarantine)
+            reason = refusal(handle, offset, peer, arena.size, self._slot_bytes, self._quarantine)
             if reason is None and i in spoilt:
                 reason = Reason.KV_BAD_HANDLE
             if reason is None and known is not None and (known.link.broken is not None or not known.ready.done()):
                 reason = Reason.KV_TRANSFER_FAILED
             if reason is not None or known is None:
-                batch.reasons[i] = reason
+                reasons[i] = reason
                 continue
-            length = handle.length
-            chunk = members.setdefault(handle.owner, [])
-            if chunk and filled[handle.owner] + length > CHUNK_BYTES:
-                batch.add(known.link, known.base, chunk)
-                chunk = members[handle.owner] = []
-            filled[handle.owner] = length + (filled[handle.owner] if chunk else 0)
-            chunk.append(i)
-            total += length
-        for owner, chunk in members.items():
-            batch.add(self._pairs[owner].link, self._pairs[owner].base, chunk)
-        return total
+            chunk = filling.get(known)
+            if chunk is None or chunk.size + handle.length > CHUNK_BYTES:
+                chunk = filling[known] = Chunk(known.link)
+                chunks.append(chunk)
+            chunk.add(i, handle, arena.address + offset, known.base)
+        return chunks
 
-    async def _wait(self, batch: Batch, left: float, inline: int) -> Sequence[Chunk]:
-        """Until the batch is done or its time is over; the chunks that are late then. Cancelled: quarantines, raises.
-
-        `inline` bytes were read on the loop: others get to run after each chunk's worth of them.
-        """
-        self._inline += inline
+    async def _wait(self, batch: Batch, left: float) -> Sequence[Chunk]:
+        """Until the batch is done or its time is over: the chunks that are late then. Cancelled, it quarantines too."""
         try:
-            if self._inline >= CHUNK_BYTES:
-                self._inline = 0
-                await asyncio.sleep(0)
-            if not batch.done.done():
-                async with asyncio.timeout(left):
-                    await batch.done
+            async with asyncio.timeout(left):
+                await batch.done
         except TimeoutError:
             return self._abandon(batch)
         except asyncio.CancelledError:
@@ -268,12 +270,13 @@ class NixlTransport(Transport):
             log.warning("nixl read late", peer=late[0].link.name, blocks=sum(len(c.members) for c in late))
         return late
 
-    def _late_report(self, batch: Batch, late: Sequence[Chunk], seconds: float) -> ReadReport:
+    def _report(self, batch: Batch, late: Sequence[Chunk], seconds: float) -> ReadReport:
         done = report(batch.handles, batch.into, batch.reasons, seconds)
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        batch.settled = settled
+        if not late:
+            return done
+        batch.settled = asyncio.get_running_loop().create_future()
         offsets = [batch.into[i] for chunk in late for i in chunk.members]
-        return ReadReport(done.blocks, done.bytes, seconds, offsets, settled)
+        return ReadReport(done.blocks, done.bytes, seconds, offsets, batch.settled)
 
     def _late_settled(self, chunk: Chunk) -> None:
         batch = chunk.batch

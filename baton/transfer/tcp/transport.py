@@ -20,7 +20,7 @@ from baton.kv.arena import Arena
 from baton.kv.handle import Handle
 from baton.transfer.port import Peer, ReadReport, Transport
 from baton.transfer.quarantine import Quarantine
-from baton.transfer.screen import collisions, refusal, report, verified
+from baton.transfer.screen import collisions, judge, refusal, report
 from baton.transfer.tcp.client import Connections, address
 from baton.transfer.tcp.server import Server
 from baton.transfer.tcp.wire import MAX_RANGES, OK, WireError, ask, receive, receive_into
@@ -221,17 +221,13 @@ class TcpTransport(Transport):
             elif not verify:
                 reasons[i] = None
             elif handles[i].length <= VERIFY_HERE_BYTES:
-                reasons[i] = _judge(self._arena, handles[i], into[i])
+                reasons[i] = judge(self._arena, handles[i], into[i])
             else:
                 checks.append(asyncio.ensure_future(self._check(handles[i], into[i], reasons, i)))
 
     async def _check(self, handle: Handle, offset: int, reasons: list[Reason | None], position: int) -> None:
         loop = asyncio.get_running_loop()
-        reasons[position] = await loop.run_in_executor(self._verifier, _judge, self._arena, handle, offset)
-
-
-def _judge(arena: Arena, handle: Handle, offset: int) -> Reason | None:
-    return None if verified(arena, handle, offset) else Reason.KV_CHECKSUM_MISMATCH
+        reasons[position] = await loop.run_in_executor(self._verifier, judge, self._arena, handle, offset)
 
 
 def _take(todo: Iterator[int], handles: Sequence[Handle]) -> list[int]:
