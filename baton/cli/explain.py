@@ -12,7 +12,10 @@ from baton.cli.errors import CliError
 from baton.cli.fetch import DEFAULT_MODEL
 from baton.cli.home import Home
 from baton.cli.rpc import ask, running
-from baton.kv.keys import Namespace, block_keys
+from baton.errors import BatonError
+from baton.kv.keys import block_keys
+from baton.model.card import load_model
+from baton.model.errors import ModelError
 from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
 
 ANSWER_S = 10.0
@@ -42,22 +45,21 @@ def explain(home: Home, prompt: str, *, max_tokens: int, raw: bool) -> dict[str,
 
 
 def _request(home: Home, prompt: str, max_tokens: int, raw: bool) -> router_pb2.RouteRequest:
-    from baton.model.card import load_card
-    from baton.model.template import load_template
-    from baton.model.tokenizer import load_tokenizer
-
-    model, served_name = _model(home)
-    card = load_card(model, served_name)
-    text = prompt if raw else load_template(model).render([{"role": "user", "content": prompt}])
-    tokens = load_tokenizer(model).encode(text)
-    root = Namespace(weights=card.weights, tokenizer=card.tokenizer).root()
+    path, served_name = _model(home)
+    try:
+        model = load_model(path, served_name)
+        text = prompt if raw else model.template.render([{"role": "user", "content": prompt}])
+    except (ModelError, BatonError) as error:
+        hint = "give --raw to take the text as it is" if isinstance(error, BatonError) else "run `baton down`, then up"
+        raise CliError(str(error), hint) from error
+    tokens = model.tokenizer.encode(text, add_special=raw)
     return router_pb2.RouteRequest(
         uid=f"explain-{uuid.uuid4().hex[:12]}",
         attempt=1,
-        model=card.model,
+        model=model.name,
         prompt_tokens=len(tokens),
         max_tokens=max_tokens,
-        keys=block_keys(root, tokens),
+        keys=block_keys(model.key_root(), tokens),
         deadline=time.time() + ANSWER_S,
     )
 

@@ -80,6 +80,8 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
             for child in reversed(children):
                 progress.step(child.record.name, "stopping")
             stop(home, [child.record for child in children])
+            for child in children:
+                progress.step(child.record.name, "stopped")
             if not alive:
                 (home.run / "up.json").unlink(missing_ok=True)
             raise
