@@ -1,8 +1,9 @@
 """The yardstick of `bench.transport`: a READ loop on NIXL's own Python API and nothing else. It does not change.
 
 Reader and target are two processes with an agent each, UCX backend, no progress thread; the target polls each
-millisecond. Both get a memfd to map, so that what they are compared with can use the very same pages. A read of N bytes is one NIXL request of blocks of at most 1 MiB, made, posted, polled until it
-is done, and released: each read of real blocks is a new request, so making it is part of the cost.
+millisecond. Both get a memfd to map, so that what they are compared with can use the very same pages. A read of N bytes
+is one NIXL request of blocks of at most 1 MiB, made, posted, polled until it is done, and released: each read of real
+blocks is a new request, so making it is part of the cost.
 
     python -m bench.bare_nixl FD     is the target: maps FD, one JSON line out, ends when stdin does
 """

@@ -1,9 +1,10 @@
 """How fast KV blocks are read: NIXL and TCP behind the port, against bare NIXL and memcpy, in the same run.
 
 A size is the bytes of one batch: one block up to 1 MiB, blocks of 1 MiB above (real blocks: 0.7 MiB for the default
-model in bf16), the same cut for bare NIXL. Every contender reads from a process of its own, but all of them
-from the same pages into the same pages (two memfds), so that no one has the luckier ones; one batch at a time; each figure is the median over rounds, and in each round every contender takes its turn, in an order
-that rotates. A ratio is the median of the rounds' ratios, so what slows a whole round down cancels.
+model in bf16), the same cut for bare NIXL. Every contender reads from a process of its own, but all of them from the
+same pages into the same pages (two memfds), so that no one has the luckier ones. One batch at a time; each figure is
+the median over rounds, and in each round every contender takes its turn, in an order that rotates. A ratio is the
+median of the rounds' ratios, so what slows a whole round down cancels.
 
 `verified_over_read`, `nixl_over_memcpy` and `tcp_over_nixl` are taken at 16 MiB; other sizes stand beside them.
 """
