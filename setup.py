@@ -28,6 +28,8 @@ class BuildWithProtos(build_py):
 
     def run(self) -> None:
         generate_protos()
+        # In a clean clone the folder did not exist when packages were looked for.
+        self.packages = sorted({*(self.packages or ()), "baton.v1"})
         super().run()
 
 
