@@ -112,14 +112,14 @@ async def run(settings: KvStoreSettings, id: str) -> int:
 
         background.spawn(tell_shape(), "tell shape")
         background.spawn(watch_quarantine(), "watch quarantine")
-        server.set_serving(True)
+        await server.set_serving(True)
         print(
             json.dumps({"ready": True, "id": id, "address": address, "metrics": metrics.url, "pid": os.getpid()}),
             flush=True,
         )
         return await stop
     finally:
-        server.set_serving(False)
+        await server.set_serving(False)
         async with asyncio.timeout(GRACE_S):
             await registry.close()
             service.close()

@@ -68,7 +68,7 @@ async def run(settings: RouterSettings, id: str) -> int:
         if not await view.synced(SYNC_S):
             _log.warning("ready without the registry: no worker is known yet")
         await registry.register("routers", id, _registration(id, address, metrics.url))
-        server.set_serving(True)
+        await server.set_serving(True)
         print(
             json.dumps({"ready": True, "id": id, "address": address, "metrics": metrics.url, "pid": os.getpid()}),
             flush=True,
@@ -76,7 +76,7 @@ async def run(settings: RouterSettings, id: str) -> int:
         await stop.wait()
         return 0
     finally:
-        server.set_serving(False)
+        await server.set_serving(False)
         async with asyncio.timeout(GRACE_S):
             # The registration goes first, so that nobody comes any more; calls that are here are answered.
             await registry.close()
