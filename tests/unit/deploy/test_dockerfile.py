@@ -7,9 +7,12 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -171,3 +174,26 @@ def test_the_health_check_says_no_and_yes() -> None:
     finally:
         server.stop(0).wait()
     assert check("grpc") == 1
+
+
+def test_the_wheel_of_what_is_copied_carries_every_service_and_the_generated_code(tmp_path: Path) -> None:
+    """From the files that the build stage copies, without code generated earlier, as a clean clone has it."""
+    source = tmp_path / "src"
+    for copy in STAGES["build"].all("COPY"):
+        for name in shlex.split(copy)[:-1]:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("v1", "__pycache__"))
+                if name == "protos":
+                    shutil.copytree(ROOT / name, source / name, dirs_exist_ok=True)
+            else:
+                source.mkdir(exist_ok=True)
+                shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), "."], cwd=source, check=True, timeout=240)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"services/{service}/__main__.py" for service in SERVICES} <= packed
+    generated = {
+        f"baton/v1/{p.stem}_pb2{part}.py" for p in (ROOT / "protos/baton/v1").glob("*.proto") for part in ("", "_grpc")
+    }
+    assert generated <= packed
