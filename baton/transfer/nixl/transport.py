@@ -125,7 +125,7 @@ class NixlTransport(Transport):
         What is left for the driver, and the request of the first of these if it is in flight: a read that needs the
         peer, or an agent that is busy, is the driver's business. Nothing is in flight when this is cancelled.
         """
-        checks: list[Future[None]] = []
+        checks: list[tuple[Future[None], Chunk]] = []
 
         def judge_all(chunk: Chunk) -> None:
             for i in chunk.members:
@@ -154,10 +154,13 @@ class NixlTransport(Transport):
                 for i in chunk.members:
                     reasons[i] = None
             elif position + 1 < len(chunks):
-                checks.append(self._verifier.submit(judge_all, chunk))  # while the next one is read
+                checks.append((self._verifier.submit(judge_all, chunk), chunk))  # while the next one is read
             else:
                 judge_all(chunk)
-        for check in checks:
+        for check, chunk in reversed(checks):
+            if check.cancel():  # its thread is behind: the cores are busy
+                judge_all(chunk)
+                continue
             if not request and not check.done():
                 await asyncio.wrap_future(check)
             check.result()  # with a read in flight it waits here, a moment: nothing may be cancelled before `watch`
