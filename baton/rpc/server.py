@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ class RpcServer:
         status = health_pb2.HealthCheckResponse
         await self._set_health(status.SERVING if serving else status.NOT_SERVING)
 
-    async def _set_health(self, status: int) -> None:
+    async def _set_health(self, status: Any) -> None:
         for name in ("", *self._names):
             await self._health.set(name, status)
 
@@ -77,7 +78,7 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+                _guard_call(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
@@ -86,7 +87,7 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return handler
 
 
-def _guard_unary(behaviour: Any, method: str) -> Any:
+def _guard_call(behaviour: Any, method: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behaviour(request, context)
@@ -97,6 +98,10 @@ def _guard_unary(behaviour: Any, method: str) -> Any:
 
 
 def _guard_stream(behaviour: Any, method: str) -> Any:
+    """Both of gRPC's ways to stream are legal: an async generator, or a coroutine that calls `context.write`."""
+    if not inspect.isasyncgenfunction(behaviour):
+        return _guard_call(behaviour, method)
+
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             async for message in behaviour(request, context):
