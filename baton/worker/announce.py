@@ -7,6 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from baton.errors import BatonError
+from baton.model.card import card_difference
 from baton.registry import Registration, Registry
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2
@@ -39,7 +40,7 @@ class Announcement:
                 standing = await self._registry.claim_card(card)
             except BatonError as error:
                 _log.warning("the model's card is not claimed yet", message=error.message)
-        differs = [d.name for d in card.DESCRIPTOR.fields if getattr(card, d.name) != getattr(standing, d.name)]
+        differs = card_difference(card, standing)
         if differs:
             _log.error("another model is served under this name", model=card.model, differs=differs)
             self._on_other_model()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from baton.engine.port import Engine, EngineSpec, Reader, Reservation
 from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle
+from baton.model.card import card_difference
 from baton.rpc.channel import Channels
 from baton.rpc.tasks import Background
 from baton.transfer.port import ReadReport
@@ -75,8 +76,7 @@ class WorkerContext:
         ours = self.card
         if card.model != ours.model:
             raise BatonError(Reason.MODEL_NOT_FOUND, f"{self.id} serves {ours.model}, not {card.model}", param="model")
-        fields = ("weights", "tokenizer", "chat_template", "generation_config")
-        differ = [name for name in fields if getattr(card, name) != getattr(ours, name)]
+        differ = card_difference(ours, card)
         if differ:
             raise BatonError(
                 Reason.VERSION_MISMATCH, f"{', '.join(differ)} of {ours.model} differ between {self.id} and its caller"

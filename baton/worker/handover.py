@@ -54,7 +54,7 @@ class Handover:
         self._attempt.route.prefill = self.target.id
         channel = self._context.channels.get(self.target.address)
         await self._connect(channel)
-        stub: worker_pb2_grpc.PrefillServiceAsyncStub = worker_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[assignment]
+        stub: worker_pb2_grpc.PrefillServiceAsyncStub = worker_pb2_grpc.PrefillServiceStub(channel)
         call = stub.Run(self._run_request(), timeout=remaining_s(self._attempt.request.deadline))
         try:
             await self._pair(await self._accept(call))

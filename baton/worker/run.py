@@ -154,7 +154,7 @@ class Runs:
         step: asyncio.Task[PrefillEvent] | None = None
         try:
             while not run.closing.is_set():
-                step = step or asyncio.create_task(anext(events), name="prefill step")  # type: ignore[arg-type]
+                step = step or asyncio.create_task(anext(events), name="prefill step")
                 await asyncio.wait((step, closing), timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
                 if step.done():
                     event, step = step.result(), None

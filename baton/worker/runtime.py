@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -109,7 +110,7 @@ class WorkerRuntime:
         self._background.spawn(serving.announcement.run(), "announce")
         if pb.MODE_DISAGGREGATED in context.modes:
             Warmer(context).follow(self._registry.view("workers", registry_pb2.Worker))
-        server.set_serving(True)
+        await server.set_serving(True)
         ready = {"ready": True, "id": self._id, "address": address, "metrics": metrics.url, "pid": os.getpid()}
         print(json.dumps(ready), flush=True)
         _log.info("ready", address=address, epoch=self._epoch, transports=sorted(context.peer.metadata))
@@ -158,7 +159,10 @@ class WorkerRuntime:
         return context, rates
 
     def _transports(self) -> list[Transport]:
-        known = {"nixl": NixlTransport, "tcp": lambda: TcpTransport(self._settings.host)}
+        known: dict[str, Callable[[], Transport]] = {
+            "nixl": NixlTransport,
+            "tcp": lambda: TcpTransport(self._settings.host),
+        }
         names = [name.strip() for name in self._settings.transports.split(",") if name.strip()]
         unknown = [name for name in names if name not in known]
         if unknown or not names:
@@ -179,7 +183,7 @@ class WorkerRuntime:
         """Drain (when the engine lives), withdraw, close. Bounded as a whole."""
         try:
             async with asyncio.timeout(GRACE_S):
-                server.set_serving(False)
+                await server.set_serving(False)
                 if code == 0:
                     serving.say_draining()
                     await drain(serving.context, serving.attempts, serving.runs, DRAIN_S)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import grpc
-from baton.rpc.server import RpcServer
 
+from baton.rpc.server import RpcServer
 from baton.v1 import registry_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from baton.worker.role import WorkerRole
