@@ -34,9 +34,9 @@ class Parameters:
 class WorkerState:
     """One worker at this moment, with the reservations already added.
 
-    `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones; `queued_tokens` are prompt tokens ahead of a new one;
-    `prefill_share` is the share of recent time it spent computing prompts, 0 to 1. `unusable` is empty, or the reason
-    (a `Reason` name, a colon, words) why it may not be taken at all.
+    `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones;
+    `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
+    prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all.
     """
 
     id: str

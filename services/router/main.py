@@ -13,10 +13,10 @@ import time
 import structlog
 from prometheus_client import CollectorRegistry
 
+from baton.errors import BatonError
 from baton.observe.logs import setup_logs
 from baton.observe.metrics import MetricsServer
 from baton.registry import Registry
-from baton.rpc.channel import Channels
 from baton.rpc.server import RpcServer
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2_grpc
@@ -42,7 +42,11 @@ def main() -> None:
     settings = RouterSettings.parse(sys.argv[1:])
     id = settings.id or f"router-{secrets.token_hex(3)}"
     setup_logs("router", id, settings.log_level, settings.log_json)
-    sys.exit(asyncio.run(run(settings, id)))
+    try:
+        sys.exit(asyncio.run(run(settings, id)))
+    except BatonError as error:
+        _log.error("router ends", reason=error.reason.name, message=error.message)
+        sys.exit(1)
 
 
 async def run(settings: RouterSettings, id: str) -> int:
@@ -50,10 +54,10 @@ async def run(settings: RouterSettings, id: str) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: os._exit(1) if stop.is_set() else stop.set())
-    background, channels, collector = Background(id), Channels(), CollectorRegistry()
+    background, collector = Background(id), CollectorRegistry()
     registry = Registry(settings.etcd_endpoints, settings.cluster, background)
     index, reservations, rates, shares = PrefixIndex(settings.max_index_keys), Reservations(), Rates(), PrefillShare()
-    workers = Workers(channels, background, index, reservations, rates, shares, Quarantine())
+    workers = Workers(background, index, reservations, rates, shares, Quarantine())
     parameters = Parameters(stall_weight=settings.stall_weight)
     service = RouterService(workers, index, reservations, rates, shares, parameters, registry, RouterMetrics(collector))
     server = RpcServer(settings.host, settings.port)
@@ -83,7 +87,6 @@ async def run(settings: RouterSettings, id: str) -> int:
             await server.stop(1.0)
             workers.close()
             await background.close()
-            await channels.close()
             await metrics.close()
 
 

@@ -73,7 +73,6 @@ class Workers:
 
     def __init__(
         self,
-        channels: Channels,
         background: Background,
         index: PrefixIndex,
         reservations: Reservations,
@@ -82,7 +81,6 @@ class Workers:
         quarantine: Quarantine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._channels = channels
         self._background = background
         self._index = index
         self._reservations = reservations
@@ -101,7 +99,7 @@ class Workers:
 
     async def answers(self, worker: registry_pb2.Worker) -> bool:
         """Whether the very process of this registration answers: asked before a vanished entry is believed gone."""
-        channels = Channels()  # of its own: the shared one may be closed under a probe that fails meanwhile
+        channels = Channels()
         try:
             return (await _describe(channels, worker.address)).epoch == worker.epoch
         except grpc.aio.AioRpcError:
@@ -268,11 +266,21 @@ class Workers:
             except (WatchLostError, grpc.aio.AioRpcError) as error:
                 why = error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 self._put_out(known, why)
-                # A fresh channel for the next probe: gRPC's own pause between dials grows far beyond ours.
-                await self._channels.drop(known.worker.address)
+            except Exception as error:
+                _log.exception("following a worker failed", worker=known.worker.id)
+                self._put_out(known, f"{type(error).__name__} in this router")
 
     async def _hold(self, known: Known) -> None:
-        described = await _describe(self._channels, known.worker.address)
+        # A channel of its own: closing a shared one would cut the streams of whoever has the address next.
+        channels = Channels()
+        try:
+            await self._watch(known, channels)
+        finally:
+            known.watched = False
+            await channels.close()
+
+    async def _watch(self, known: Known, channels: Channels) -> None:
+        described = await _describe(channels, known.worker.address)
         if described.id != known.worker.id:
             raise WatchLostError(f"{described.id} answers at {known.worker.address}")
         if described.role not in _ROLES:
@@ -282,7 +290,7 @@ class Workers:
             self._reservations.forget(described.id)
         self._adopt(known, described)
         self._quarantine.answered(described.id)
-        stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(described.address))
+        stub = worker_pb2_grpc.WorkerServiceStub(channels.get(known.worker.address))
         call = stub.Watch(worker_pb2.WatchRequest())
         try:
             async for update in call:
@@ -294,7 +302,6 @@ class Workers:
                     return
         finally:
             call.cancel()
-            known.watched = False
         raise WatchLostError("ended its stream")
 
     def _take(self, known: Known, update: worker_pb2.WorkerUpdate) -> bool:

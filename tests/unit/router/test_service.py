@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from baton.registry import Registry
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
-from services.router.metrics import RouterMetrics
 from services.router.costs import Parameters
+from services.router.metrics import RouterMetrics
 from services.router.rates import PrefillShare
 from services.router.service import RouterService
 from tests.unit.router.scripted_worker import registration

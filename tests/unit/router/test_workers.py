@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from baton.rpc.channel import Channels
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2
 from services.router.index import PrefixIndex
@@ -27,11 +26,10 @@ class Fleet:
     """Workers with everything they keep up to date."""
 
     def __init__(self) -> None:
-        self.background, self.channels = Background("test"), Channels()
+        self.background = Background("test")
         self.index, self.reservations, self.rates = PrefixIndex(1000), Reservations(), Rates()
         self.quarantine = Quarantine(first_s=0.02, most_s=0.2, random_=random.Random(1))
         self.workers = Workers(
-            self.channels,
             self.background,
             self.index,
             self.reservations,
@@ -51,7 +49,7 @@ class Fleet:
     async def close(self) -> None:
         self.workers.close()
         await self.background.close()
-        await self.channels.close()
+        assert self.background.failures == 0
 
 
 @pytest.fixture
