@@ -22,6 +22,8 @@ import psutil
 from baton.cli.home import Home, project_root
 
 MARK = "BATON_STARTED_FOR"
+_ONE_PROCESS = {"BATON_ID", "BATON_PORT", "BATON_METRICS_PORT"}
+"""Settings that can be meant for one process only; all of a run would take the same port."""
 KILL_S = 10.0
 """How long a killed process may take to be gone."""
 
@@ -80,7 +82,8 @@ def process_of(record: Record) -> psutil.Process | None:
 def spawn(home: Home, name: str, role: str, command: Sequence[str]) -> tuple[Record, subprocess.Popen[bytes]]:
     """Start a process in a session of its own, stderr to its log, stdout to run/<name>.out, and record it."""
     log = home.log(name)
-    environment = {**os.environ, MARK: str(home.root), "PYTHONUNBUFFERED": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in _ONE_PROCESS}
+    environment |= {MARK: str(home.root), "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as err, (home.run / f"{name}.out").open("wb") as out:
         err.write(f"--- {time.strftime('%F %T')} {' '.join(command)}\n".encode())
         err.flush()
