@@ -13,14 +13,14 @@ import time
 import structlog
 from prometheus_client import CollectorRegistry
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.observe.logs import setup_logs
 from baton.observe.metrics import MetricsServer
 from baton.registry import Registry, machine_id
 from baton.rpc.server import RpcServer
 from baton.rpc.tasks import Background
-from baton.transfer.port import Peer
+from baton.transfer.port import Peer, Transport
 from baton.transfer.transports import Transports, available
 from baton.v1 import kvstore_pb2_grpc, registry_pb2
 from services.kvstore.events import Events
@@ -66,8 +66,7 @@ async def run(settings: KvStoreSettings, id: str) -> int:
         )
     epoch, collector, background = secrets.randbits(64) | 1, CollectorRegistry(), Background(id)
     arena = Arena.create(int(settings.capacity_gib * 2**30), "baton-kvstore")
-    wanted = [name.strip() for name in settings.transports.split(",")]
-    transports = Transports([t for t in available(settings.host, settings.host) if t.name in wanted])
+    transports = Transports(_transports(settings))
     await transports.start(arena, id, epoch)
     host = HostTier(arena, id, epoch, Watermarks(settings.high_watermark, settings.low_watermark))
     events = Events(host.keys)
@@ -127,3 +126,12 @@ async def run(settings: KvStoreSettings, id: str) -> int:
             await background.close()
             await metrics.close()
             await transports.close()
+
+
+def _transports(settings: KvStoreSettings) -> list[Transport]:
+    known = {transport.name: transport for transport in available(settings.host, settings.host)}
+    wanted = [name.strip() for name in settings.transports.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise BatonError(Reason.INVALID_REQUEST, f"--transports: not {unknown or wanted}, but of {sorted(known)}")
+    return [known[name] for name in wanted]
