@@ -39,6 +39,11 @@ class PrefixIndex:
         source = self._sources.get(worker)
         return len(source.keys) if source else 0
 
+    def holds(self, worker: str, key: bytes) -> bool:
+        """Whether `worker` is known to hold `key`."""
+        source = self._sources.get(worker)
+        return source is not None and key in source.keys
+
     def exact(self, worker: str) -> bool:
         """Whether the worker's entries follow an unbroken stream."""
         source = self._sources.get(worker)

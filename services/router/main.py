@@ -28,6 +28,7 @@ from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
+from services.router.speculation import Speculation
 from services.router.workers import Workers
 
 SYNC_S = 3.0
@@ -57,9 +58,12 @@ async def run(settings: RouterSettings, id: str) -> int:
     background, collector = Background(id), CollectorRegistry()
     registry = Registry(settings.etcd_endpoints, settings.cluster, background)
     index, reservations, rates, shares = PrefixIndex(settings.max_index_keys), Reservations(), Rates(), PrefillShare()
-    workers = Workers(background, index, reservations, rates, shares, Quarantine())
+    speculation = Speculation(index)
+    workers = Workers(background, index, reservations, rates, shares, Quarantine(), speculation)
     parameters = Parameters(stall_weight=settings.stall_weight)
-    service = RouterService(workers, index, reservations, rates, shares, parameters, registry, RouterMetrics(collector))
+    service = RouterService(
+        workers, index, speculation, reservations, rates, shares, parameters, registry, RouterMetrics(collector)
+    )
     server = RpcServer(settings.host, settings.port)
     server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, service, "baton.v1.RouterService")
     metrics = MetricsServer(settings.host, settings.metrics_port, collector)

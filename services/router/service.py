@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.errors import BatonError, Reason
@@ -18,7 +18,11 @@ from services.router.index import PrefixIndex
 from services.router.metrics import RouterMetrics
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
+from services.router.speculation import Speculation
 from services.router.workers import Workers
+
+EXPECT_S = 2.0
+"""How much longer than predicted blocks may take to be announced before they are not counted on any more."""
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
@@ -28,6 +32,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self,
         workers: Workers,
         index: PrefixIndex,
+        speculation: Speculation,
         reservations: Reservations,
         rates: Rates,
         shares: PrefillShare,
@@ -38,6 +43,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> None:
         self._workers = workers
         self._index = index
+        self._speculation = speculation
         self._reservations = reservations
         self._rates = rates
         self._shares = shares
@@ -135,6 +141,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         _check(request)
         now = self._clock()
         self._reservations.expire(now)
+        self._speculation.expire(now)
         states = [self._workers.snapshot(known, now) for known in self._workers.of_model(request.model)]
         if not states:
             raise self._nobody(request.model)
@@ -155,11 +162,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return choice, found
 
     def _hits(self, request: router_pb2.RouteRequest, states: list[costs.WorkerState]) -> dict[str, int]:
-        """Prefix-hit tokens by worker. A block of k x 32 tokens is named by every k-th logical key."""
+        """Prefix-hit tokens by worker, those that are on their way included."""
         hits: dict[str, int] = {}
         for size in {state.block_size for state in states}:
-            factor = max(1, size // BLOCK_SIZE)
-            for worker, blocks in self._index.prefix(request.keys[factor - 1 :: factor]).items():
+            keys = _physical(request.keys, size)
+            found = self._index.prefix(keys)
+            self._speculation.extend(found, keys)
+            for worker, blocks in found.items():
                 if self._workers.get(worker).worker.block_size == size:
                     hits[worker] = blocks * size
         return hits
@@ -189,6 +198,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             parts[worker.id].prefill_tokens = tokens
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
+        until = now + winner.terms["queue"] + winner.terms["prefill"] + EXPECT_S
+        self._speculation.expect(computes.id, _physical(request.keys, computes.block_size), until)
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         plan = explain.plan(choice, lambda id: self._workers.get(id).worker)
@@ -203,6 +214,12 @@ class _RefusedError(BatonError):
     def __init__(self, refusal: policy.Refusal, found: list[policy.Candidate]) -> None:
         super().__init__(refusal.reason, refusal.message)
         self.found = found
+
+
+def _physical(keys: Sequence[bytes], block_size: int) -> Sequence[bytes]:
+    """The keys of a worker's blocks among the logical ones: blocks of k x 32 tokens go by every k-th."""
+    factor = max(1, block_size // BLOCK_SIZE)
+    return keys[factor - 1 :: factor]
 
 
 def _check(request: router_pb2.RouteRequest) -> None:

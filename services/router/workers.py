@@ -27,6 +27,7 @@ from services.router.index import PrefixIndex
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations
+from services.router.speculation import Speculation
 
 PROBE_S = 2.0
 """How long a worker may take to answer `Describe`."""
@@ -79,6 +80,7 @@ class Workers:
         rates: Rates,
         shares: PrefillShare,
         quarantine: Quarantine,
+        speculation: Speculation,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._background = background
@@ -87,6 +89,7 @@ class Workers:
         self._rates = rates
         self._shares = shares
         self._quarantine = quarantine
+        self._speculation = speculation
         self._clock = clock
         self._known: dict[str, Known] = {}
         self._by_model: defaultdict[str, dict[str, Known]] = defaultdict(dict)
@@ -237,8 +240,7 @@ class Workers:
             del self._by_model[known.worker.model]
         if known.task is not None:
             known.task.cancel()
-        self._index.forget(id)
-        self._reservations.forget(id)
+        self._forget_state(id)
         self._rates.forget(id)
         self._shares.forget(id)
         self._quarantine.forget(id)
@@ -247,9 +249,14 @@ class Workers:
         id = known.worker.id
         due = self._quarantine.failed(id, why, self._clock())
         known.watched = False
-        self._index.forget(id)
-        self._reservations.forget(id)
+        self._forget_state(id)
         _log.warning("worker quarantined", worker=id, why=why, again_s=round(due - self._clock(), 2))
+
+    def _forget_state(self, id: str) -> None:
+        """What the process held, or was going to, is not there any more."""
+        self._index.forget(id)
+        self._speculation.forget(id)
+        self._reservations.forget(id)
 
     def _restart(self, known: Known) -> None:
         if known.task is not None:
@@ -286,8 +293,7 @@ class Workers:
         if described.role not in _ROLES:
             raise WatchLostError(f"is of role {described.role}, which is not known here")
         if described.epoch != known.worker.epoch:
-            self._index.forget(described.id)
-            self._reservations.forget(described.id)
+            self._forget_state(described.id)
         self._adopt(known, described)
         self._quarantine.answered(described.id)
         stub = worker_pb2_grpc.WorkerServiceStub(channels.get(known.worker.address))

@@ -46,6 +46,7 @@ class Face(Fleet):
         self.service = RouterService(
             self.workers,
             self.index,
+            self.speculation,
             self.reservations,
             self.rates,
             PrefillShare(),
@@ -136,6 +137,19 @@ async def test_prefix_hits_pull_a_request_to_their_worker(face: Face) -> None:
     assert plan.prefill.id == "p2"
     assert plan.cached_tokens == 256
     assert face.reservations.on("p2").prefill_tokens == 320 - 256
+
+
+async def test_the_same_prefix_again_counts_on_what_is_being_computed(face: Face) -> None:
+    first = (await face.route(keys=KEYS)).plan
+    assert first.cached_tokens == 0
+    again = await face.explain(keys=[*KEYS[:5], *[b"z" * 16] * 5], fallback=worker_pb2.FALLBACK_STRICT)
+    cached = {c.prefill: c.cached_tokens for c in again.candidates if c.prefill}
+    other = ({"p1", "p2"} - {first.prefill.id}).pop()
+    assert cached == {first.prefill.id: 160, other: 0}
+    face.now += 30.0
+    later = await face.explain(keys=KEYS, fallback=worker_pb2.FALLBACK_STRICT)
+    assert {c.cached_tokens for c in later.candidates} == {0}, "it never came"
+    assert len(face.speculation) == 0
 
 
 async def test_larger_blocks_are_found_by_every_kth_key(face: Face) -> None:

@@ -14,6 +14,7 @@ from services.router.index import PrefixIndex
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
+from services.router.speculation import Speculation
 from services.router.workers import Workers, card_differences
 from tests.unit.router.scripted_worker import registration, scripted
 
@@ -28,6 +29,7 @@ class Fleet:
     def __init__(self) -> None:
         self.background = Background("test")
         self.index, self.reservations, self.rates = PrefixIndex(1000), Reservations(), Rates()
+        self.speculation = Speculation(self.index)
         self.quarantine = Quarantine(first_s=0.02, most_s=0.2, random_=random.Random(1))
         self.workers = Workers(
             self.background,
@@ -36,6 +38,7 @@ class Fleet:
             self.rates,
             PrefillShare(),
             self.quarantine,
+            self.speculation,
         )
 
     def state(self, id: str) -> str:
@@ -207,10 +210,11 @@ async def test_a_removed_worker_leaves_nothing(fleet: Fleet) -> None:
         worker.say(worker.cache(2, stored=KEYS))
         await fleet.until(lambda: fleet.index.held_by("p") == len(KEYS))
         fleet.reservations.take("u", 0, {"p": Held(prefill_tokens=1)}, 0.0)
+        fleet.speculation.expect("p", [b"k" * 16], 1e9)
         fleet.workers.registered("p", None)
         assert list(fleet.workers.of_model("tiny")) == []
         assert not fleet.workers.knows("tiny")
-        assert len(fleet.index) == len(fleet.reservations) == 0
+        assert len(fleet.index) == len(fleet.reservations) == len(fleet.speculation) == 0
         fleet.workers.registered("p", None)
 
 

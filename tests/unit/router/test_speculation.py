@@ -1,0 +1,55 @@
+"""Expected blocks lengthen prefixes until they come or their time is over."""
+
+from __future__ import annotations
+
+from services.router.index import PrefixIndex
+from services.router.speculation import Speculation
+
+KEYS = [bytes([n]) * 16 for n in range(6)]
+
+
+def extended(speculation: Speculation, found: dict[str, int] | None = None) -> dict[str, int]:
+    found = dict(found or {})
+    speculation.extend(found, KEYS)
+    return found
+
+
+def test_a_prefix_of_known_and_expected_blocks_is_one_prefix() -> None:
+    index = PrefixIndex(100)
+    index.apply("p", 1, 1, stored=[KEYS[0], KEYS[3]], removed=[], cleared=True)
+    speculation = Speculation(index)
+    speculation.expect("p", KEYS[1:3], until=10.0)
+    assert extended(speculation, index.prefix(KEYS)) == {"p": 4}
+    assert len(speculation) == 2
+
+
+def test_a_hole_ends_it_and_other_workers_are_not_touched() -> None:
+    speculation = Speculation(PrefixIndex(100))
+    speculation.expect("p", [KEYS[0], KEYS[2]], until=10.0)
+    assert extended(speculation, {"q": 3}) == {"p": 1, "q": 3}
+    speculation.expect("q", KEYS[4:], until=10.0)
+    assert extended(speculation) == {"p": 1}
+
+
+def test_forgotten_after_its_time_unless_expected_anew() -> None:
+    speculation = Speculation(PrefixIndex(100))
+    speculation.expect("p", KEYS[:2], until=1.0)
+    speculation.expect("p", KEYS[:1], until=5.0)
+    speculation.expect("p", KEYS[:1], until=2.0)
+    speculation.expire(1.0)
+    assert extended(speculation) == {"p": 1}
+    speculation.expire(5.0)
+    assert extended(speculation) == {}
+    assert len(speculation) == 0
+
+
+def test_bounded_and_forgotten_with_the_worker() -> None:
+    speculation = Speculation(PrefixIndex(100), max_keys=3)
+    speculation.expect("p", KEYS[:2], until=1.0)
+    speculation.expect("q", KEYS[:2], until=1.0)
+    assert extended(speculation) == {"p": 2}
+    speculation.forget("p")
+    assert extended(speculation) == {}
+    speculation.expire(1.0)
+    speculation.expect("q", KEYS[:2], until=2.0)
+    assert extended(speculation) == {"q": 2}
