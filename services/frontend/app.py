@@ -1,0 +1,162 @@
+"""The routes. Thin: read the body, check it, hand it over."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import BatonError, Reason
+from services.frontend.errors import error_response, internal
+from services.frontend.frontend import Frontend
+from services.frontend.respond import CompletionResponse, Job
+from services.frontend.schema import parse_json
+
+_encode = msgspec.json.Encoder().encode
+_log = structlog.get_logger()
+_MAX_REQUEST_ID = 128
+
+
+def create_app(frontend: Frontend) -> FastAPI:
+    """The ASGI application over a wired frontend."""
+    app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(RequestIds)
+
+    async def chat(request: Request) -> Response:
+        return await _complete(request, frontend, frontend.chat_job)
+
+    async def completions(request: Request) -> Response:
+        return await _complete(request, frontend, frontend.completion_job)
+
+    async def models(_: Request) -> Response:
+        return _json({"object": "list", "data": [frontend.model_object()]})
+
+    async def model(request: Request) -> Response:
+        frontend.check_model(request.path_params["model"])
+        return _json(frontend.model_object())
+
+    async def health(_: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        missing = frontend.readiness.missing()
+        frontend.metrics.ready.set(not missing)
+        body = {"ready": not missing, "missing": [{"part": m.part, "why": m.why} for m in missing]}
+        return _json(body, 503 if missing else 200)
+
+    async def metrics(_: Request) -> Response:
+        frontend.metrics.ready.set(not frontend.readiness.missing())
+        return Response(generate_latest(frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_route("/v1/chat/completions", chat, ["POST"])
+    app.add_route("/v1/completions", completions, ["POST"])
+    app.add_route("/v1/models", models, ["GET"])
+    app.add_route("/v1/models/{model:path}", model, ["GET"])
+    app.add_route("/health", health, ["GET"])
+    app.add_route("/ready", ready, ["GET"])
+    app.add_route("/metrics", metrics, ["GET"])
+
+    app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_fault)
+    return app
+
+
+async def _complete(
+    request: Request, frontend: Frontend, make_job: Callable[[Mapping[str, Any], str], Job]
+) -> Response:
+    endpoint = request.url.path.removeprefix("/v1/")
+    try:
+        _check_media_type(request)
+        raw = parse_json(await _read_body(request, frontend.max_body_bytes))
+        job = make_job(raw, secrets.token_hex(12))
+    except BatonError as error:
+        frontend.metrics.requests.labels(endpoint, error.reason.name.lower()).inc()
+        raise
+    return CompletionResponse(job, frontend.metrics, frontend.client_stall_s)
+
+
+def _check_media_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise BatonError(
+            Reason.UNSUPPORTED_MEDIA_TYPE, f"The body must be application/json, not {kind[:80] or 'nothing'}."
+        )
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body, refused as soon as it is known to be too large."""
+    too_large = BatonError(Reason.REQUEST_TOO_LARGE, f"The body is larger than {limit} bytes.")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(_encode(value), status_code=status, media_type="application/json")
+
+
+async def _on_baton_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        return error_response(BatonError(Reason.NOT_FOUND, f"Unknown URL: {request.method} {path}"))
+    if error.status_code == 405:
+        refused = BatonError(Reason.METHOD_NOT_ALLOWED, f"{request.method} is not allowed for {path}")
+        return error_response(refused, dict(error.headers or {}))
+    return error_response(BatonError(Reason.INVALID_REQUEST, str(error.detail)))
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    # Nobody is there to read it.
+    return Response(status_code=499)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    _log.error("unexpected failure", path=request.url.path, exc_info=error)
+    return error_response(internal())
+
+
+class RequestIds:
+    """`x-request-id` on every answer: the caller's own, when it is a plain short text, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, with the header added at the start of the response."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        fits = 0 < len(given) <= _MAX_REQUEST_ID and all(0x21 <= byte < 0x7F for byte in given)
+        request_id = given if fits else f"req_{time.time_ns():x}{secrets.token_hex(4)}".encode()
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, tagged)

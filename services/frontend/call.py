@@ -1,0 +1,174 @@
+"""One HTTP request: a generation for each prompt, all their outputs in one stream of pieces."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from baton.errors import Reason
+from baton.model.tokenizer import Tokenizer
+from baton.v1 import worker_pb2
+from baton.v1.worker_pb2 import Logprob
+from services.frontend.chunks import Usage
+from services.frontend.detokenise import ChoiceText, Piece
+from services.frontend.inbox import Inbox
+from services.frontend.prompt import Prompt
+from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
+
+_MODES = {
+    worker_pb2.MODE_DISAGGREGATED: "disaggregated",
+    worker_pb2.MODE_MERGED: "merged",
+    worker_pb2.MODE_LOCAL: "local",
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt with how to draw from it. `max_tokens` is what may be shown: 0 draws one token and hides it."""
+
+    prompt: Prompt
+    sampling: worker_pb2.Sampling
+    max_tokens: int
+    stops: Sequence[str]
+    merged_only: bool = False
+
+
+class IndexedPiece(NamedTuple):
+    """A piece of one output; outputs count prompt by prompt, choice by choice."""
+
+    output: int
+    piece: Piece
+    prompt_logprobs: Sequence[Logprob]
+
+
+class Call:
+    """Every output of one HTTP request. `close` on every path."""
+
+    def __init__(self, uid: str, asks: Sequence[Ask], n: int, deadline: float, tokenizer: Tokenizer, backend: Backend):
+        self._inbox: Inbox[Item] = Inbox()
+        self._deadline = deadline
+        self._n = n
+        self._asks = asks
+        self._broken: deque[Broken] = deque()
+        self._generations = [
+            Generation(
+                Work(f"{uid}-{i}" if len(asks) > 1 else uid, ask.prompt, ask.sampling, n, deadline, ask.merged_only),
+                backend,
+                self._inbox,
+            )
+            for i, ask in enumerate(asks)
+        ]
+        self._first_index = {id(generation): i * n for i, generation in enumerate(self._generations)}
+        self._texts = [
+            ChoiceText(
+                tokenizer,
+                stops=ask.stops,
+                ends=ends(ask.sampling, backend.eos_ids),
+                min_tokens=ask.sampling.min_tokens,
+                max_tokens=ask.max_tokens,
+            )
+            for ask in asks
+            for _ in range(n)
+        ]
+        self._metrics = backend.metrics
+        self._last = [0.0] * len(self._texts)
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs there are: prompts times choices."""
+        return len(self._texts)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every output has ended."""
+        return all(text.finish for text in self._texts)
+
+    async def start(self) -> None:
+        """Submit everything. Raises BatonError when a prompt finds no worker."""
+        for generation in self._generations:
+            await generation.start()
+
+    async def pieces(self) -> list[IndexedPiece]:
+        """The next pieces, at least one. Repairs what breaks meanwhile; raises BatonError when that cannot be."""
+        out: list[IndexedPiece] = []
+        while not out:
+            while self._broken:
+                broken = self._broken.popleft()
+                await broken.leg.generation.mend(broken)
+            for item in await self._inbox.take(self._deadline):
+                if isinstance(item, Broken):
+                    # What came before it goes to the client first.
+                    self._broken.append(item)
+                else:
+                    out += self._read(item)
+        return out
+
+    def route_header(self) -> str:
+        """`x-baton-route`: the plan of the first prompt."""
+        plan = self._generations[0].plan
+        mode = _MODES.get(plan.mode, "unknown")
+        parts = [mode]
+        if plan.mode == worker_pb2.MODE_DISAGGREGATED:
+            parts += [f"prefill={plan.prefill.id}", f"decode={plan.worker.id}"]
+        else:
+            parts.append(f"{'worker' if plan.mode == worker_pb2.MODE_MERGED else 'decode'}={plan.worker.id}")
+        if plan.reasons:
+            parts.append(f"reasons={','.join(plan.reasons)}")
+        return "; ".join(parts)
+
+    def usage(self) -> Usage:
+        """Tokens so far: each prompt once, every output."""
+        prompt = sum(len(ask.prompt.ids) for ask in self._asks)
+        output = sum(text.tokens for text in self._texts)
+        return Usage(prompt, output, prompt + output, {"cached_tokens": self._cached()})
+
+    def story(self) -> dict[str, Any]:
+        """What really happened: the `baton` field of the last chunk or the body."""
+        first = self._generations[0]
+        mode = first.route.mode if first.route is not None else first.plan.mode
+        worker = first.route.worker if first.route is not None else ""
+        prefill = first.route.prefill if first.route is not None else first.plan.prefill.id
+        return {
+            "mode": _MODES.get(mode, "unknown"),
+            "reasons": self.reasons(),
+            "attempts": sum(generation.attempts for generation in self._generations),
+            "kv_bytes": sum(generation.kv_bytes for generation in self._generations),
+            "cached_tokens": self._cached(),
+            "worker": worker or first.plan.worker.id,
+            "prefill": prefill,
+        }
+
+    def reasons(self) -> list[str]:
+        """Every RouteReason of the request, in order, once."""
+        return list(dict.fromkeys(reason for generation in self._generations for reason in generation.reasons))
+
+    def close(self, reason: Reason | None = None) -> None:
+        """End what still runs."""
+        for generation in self._generations:
+            generation.close(reason)
+
+    def _read(self, item: Output) -> list[IndexedPiece]:
+        index = self._first_index[id(item.generation)] + item.choice
+        text = self._texts[index]
+        if text.finish:
+            return []
+        piece = text.push(item.ids, item.logprobs, item.finish)
+        if piece.finish and not item.finish:
+            item.generation.end_choice(item.choice)
+        if item.ids:
+            now = time.monotonic()
+            if self._last[index]:
+                self._metrics.itl.observe(now - self._last[index])
+            self._last[index] = now
+        return [IndexedPiece(index, piece, item.prompt_logprobs)]
+
+    def _cached(self) -> int:
+        return sum(generation.route.cached_tokens for generation in self._generations if generation.route is not None)
+
+
+def ends(sampling: worker_pb2.Sampling, eos_ids: Sequence[int]) -> frozenset[int]:
+    """Token ids that end an output under these parameters."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))

@@ -1,0 +1,96 @@
+"""One choice's tokens become text: whole characters only, stop strings held back, log probabilities in step with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.model.tokenizer import Tokenizer
+from baton.v1.worker_pb2 import Logprob
+from services.frontend.stops import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A shown token, the offset of its text in the choice's text, and its log probability."""
+
+    token_id: int
+    offset: int
+    logprob: Logprob
+
+
+class Piece(NamedTuple):
+    """What one event adds to a choice: text to show (maybe none), shown tokens (when asked for), how it ended."""
+
+    text: str
+    tokens: list[TokenText]
+    finish: str
+
+
+class _Pending(NamedTuple):
+    end: int
+    token: TokenText
+
+
+class ChoiceText:
+    """The text side of one choice. It survives a resume: a new attempt goes on where the last one ended."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stops: Sequence[str], ends: frozenset[int], min_tokens: int, max_tokens: int
+    ) -> None:
+        """`ends` are the token ids that end an output and are not shown. Stop strings count only after `min_tokens`."""
+        self._stream = tokenizer.stream()
+        self._stops = StopStrings(stops)
+        self._ends = ends
+        self._min_tokens = min_tokens
+        self._max_tokens = max_tokens
+        self._pending: deque[_Pending] = deque()
+        self._decoded = 0
+        self._shown = 0
+        self.tokens = 0
+        """Tokens taken so far, an end token included: what usage counts."""
+        self.finish = ""
+
+    def push(self, ids: Sequence[int], logprobs: Sequence[Logprob], finish: str) -> Piece:
+        """Take the next tokens; `logprobs` is empty or one for each. After the end, everything is ignored."""
+        if self.finish:
+            return Piece("", [], "")
+        text = ""
+        for position, token_id in enumerate(ids):
+            if self.tokens >= self._max_tokens:
+                finish = finish or "length"
+                break
+            self.tokens += 1
+            if finish == "stop" and position == len(ids) - 1 and token_id in self._ends:
+                break
+            delta = self._stream.push(token_id)
+            if logprobs:
+                token = TokenText(token_id, self._decoded, logprobs[position])
+                self._pending.append(_Pending(self._decoded + len(delta), token))
+            self._decoded += len(delta)
+            text += delta if self.tokens <= self._min_tokens else self._stops.push(delta)
+            if self._stops.stopped:
+                finish = "stop"
+                break
+        if finish and not self._stops.stopped:
+            text += self._stops.flush()
+        self._shown += len(text)
+        self.finish = finish
+        return Piece(text, self._release(), finish)
+
+    def _release(self) -> list[TokenText]:
+        """Tokens whose text is shown; at the end, every one of which something was shown."""
+        out: list[TokenText] = []
+        while self._pending:
+            end, token = self._pending[0]
+            if self._stops.stopped:
+                visible = token.offset < self._shown or end <= self._shown
+            else:
+                visible = bool(self.finish) or end <= self._shown
+            if not visible:
+                break
+            out.append(token)
+            self._pending.popleft()
+        return out

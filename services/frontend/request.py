@@ -1,0 +1,426 @@
+"""The life of one prompt's request: Route, Submit, events; a failure means Route again, from what the client has.
+
+A *leg* is one attempt on one worker, for one or more choices. An event is taken only from the leg that a choice is on
+now and only at the offset that the choice expects, so nothing is doubled and nothing skipped. When a leg breaks, its
+choices without a token start again together, each other one is resumed alone with the tokens it has. Budgets stay
+absolute: `Sampling` never changes between attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from baton.errors import BatonError, Reason
+from baton.route import RouteReason
+from baton.rpc.tasks import Background
+from baton.v1 import registry_pb2, router_pb2, worker_pb2
+from services.frontend.inbox import Inbox
+from services.frontend.metrics import FrontendMetrics
+from services.frontend.prompt import Prompt, PromptPool
+from services.frontend.route import RouterClient
+from services.frontend.sessions import Session, Sessions
+
+MAX_FAILURES = 6
+"""Attempts in a row that may fail without one new token."""
+RESUME_PATIENCE_S = 30.0
+"""How long an output that has begun waits for a worker that can go on with it."""
+_RETRY_S = (0.1, 1.0)
+
+_log = structlog.get_logger()
+
+_UNREACHABLE = frozenset({Reason.DECODE_UNAVAILABLE, Reason.SESSION_LOST})
+_NO_PLACE = frozenset(
+    {
+        Reason.NO_CAPACITY,
+        Reason.DRAINING,
+        Reason.DECODE_UNAVAILABLE,
+        Reason.PREFILL_UNAVAILABLE,
+        Reason.ROUTER_UNAVAILABLE,
+        Reason.VERSION_MISMATCH,
+        Reason.KV_LAYOUT_MISMATCH,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a request needs of the process."""
+
+    card: registry_pb2.ModelCard
+    key_root: bytes
+    eos_ids: tuple[int, ...]
+    prompts: PromptPool
+    router: RouterClient
+    sessions: Sessions
+    background: Background
+    metrics: FrontendMetrics
+    fallback: worker_pb2.Fallback.ValueType
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked: one prompt, how to draw, and how often."""
+
+    uid: str
+    prompt: Prompt
+    sampling: worker_pb2.Sampling
+    choices: int
+    deadline: float
+    merged_only: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """One output: the tokens received so far, and the attempt that may add to them (0 = none)."""
+
+    index: int
+    received: list[int] = field(default_factory=list)
+    attempt: int = 0
+    finished: bool = False
+    ended_here: bool = False
+    """The frontend ended it: the worker does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of one choice, for the client."""
+
+    generation: Generation
+    choice: int
+    ids: Sequence[int]
+    logprobs: Sequence[worker_pb2.Logprob]
+    finish: str
+    prompt_logprobs: Sequence[worker_pb2.Logprob] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A leg has ended without finishing its choices."""
+
+    leg: Leg
+    error: BatonError
+    handback: bool
+
+
+Item = Output | Broken
+
+
+class Leg:
+    """One attempt on one worker, as the session sees it."""
+
+    def __init__(
+        self, generation: Generation, attempt: int, choices: tuple[int, ...], plan: worker_pb2.Plan, session: Session
+    ) -> None:
+        self.generation = generation
+        self.attempt = attempt
+        self.choices = choices
+        self.plan = plan
+        self.session = session
+        self.route: worker_pb2.RouteTaken | None = None
+        self.started = time.monotonic()
+        self.first_token = 0.0
+        self.tokens = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What the worker knows it by."""
+        return self.generation.work.uid, self.attempt
+
+    def on_event(self, event: worker_pb2.Event) -> None:
+        """From the session: pass it on with the leg it belongs to."""
+        self.generation.on_event(self, event)
+
+    def on_lost(self, error: BatonError) -> None:
+        """From the session: this attempt is gone."""
+        self.generation.on_broken(self, error, handback=False)
+
+
+class Generation:
+    """One prompt's request over all its attempts. `close` on every path."""
+
+    def __init__(self, work: Work, backend: Backend, inbox: Inbox[Item]) -> None:
+        self.work = work
+        self.plan = worker_pb2.Plan()
+        """The latest plan that a worker accepted."""
+        self.attempts = 0
+        self.reasons: list[str] = []
+        self.kv_bytes = 0
+        self.route: worker_pb2.RouteTaken | None = None
+        self._backend = backend
+        self._inbox = inbox
+        self._choices = [Choice(i) for i in range(work.choices)]
+        self._legs: dict[int, Leg] = {}
+        self._exclude: set[str] = set()
+        self._failures = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finished for choice in self._choices)
+
+    async def start(self) -> None:
+        """Place and submit every choice. Raises BatonError when no worker takes it."""
+        await self._launch(tuple(range(self.work.choices)), ())
+
+    async def mend(self, broken: Broken) -> None:
+        """Go on elsewhere with what a broken leg left. Raises BatonError when that cannot be, with the reason."""
+        left = [c for c in self._choices if c.index in broken.leg.choices and not c.finished and not c.attempt]
+        for choice in left:
+            self._finish_if_over(choice)
+        left = [choice for choice in left if not choice.finished]
+        if not left:
+            return
+        fresh = tuple(choice.index for choice in left if not choice.received)
+        self._judge(broken, resumed=len(fresh) < len(left))
+        if fresh:
+            self._note(RouteReason.HANDBACK if broken.handback else RouteReason.REROUTED)
+            await self._launch(fresh, (), broken.error)
+        for choice in left:
+            if choice.received and not choice.finished:
+                self._note(RouteReason.RESUMED)
+                self._backend.metrics.resumes.labels(broken.error.reason.name).inc()
+                await self._launch((choice.index,), choice.received, broken.error)
+
+    def end_choice(self, index: int) -> None:
+        """The frontend has seen enough of a choice (a stop string): take nothing more of it."""
+        choice = self._choices[index]
+        if not choice.finished:
+            choice.finished = choice.ended_here = True
+            self._settle(choice.attempt)
+
+    def close(self, reason: Reason | None = None) -> None:
+        """End what still runs: tell the workers and the routers. Idempotent; `reason`: why, when not success."""
+        for leg in list(self._legs.values()):
+            self._end(leg, reason, abort=True)
+        for choice in self._choices:
+            choice.finished = True
+
+    def on_event(self, leg: Leg, event: worker_pb2.Event) -> None:
+        """Take an event of a live leg, or count why not. Never raises."""
+        if self._legs.get(leg.attempt) is not leg:
+            self._drop("stale")
+            return
+        if event.HasField("route"):
+            leg.route = event.route
+        body = event.WhichOneof("body")
+        if body == "failure":
+            error = BatonError(Reason.from_name(event.failure.reason), event.failure.message)
+            self.on_broken(leg, error, handback=False)
+            return
+        if body == "handback":
+            reason = Reason.from_name(event.handback.reason)
+            self.on_broken(leg, BatonError(reason, f"{leg.session.worker} gave the request back"), handback=True)
+            return
+        choice = self._choices[event.choice] if event.choice < len(self._choices) else None
+        if choice is None or choice.finished or choice.attempt != leg.attempt:
+            self._drop("finished" if choice is not None and choice.finished else "stale")
+            return
+        if body == "text":
+            self.on_broken(leg, BatonError(Reason.ENGINE_FAILED, "the worker answers text"), handback=False)
+            return
+        self._take(leg, choice, event)
+
+    def on_broken(self, leg: Leg, error: BatonError, *, handback: bool) -> None:
+        """A leg has ended early: its choices are on none, and the reader is told (after what came before)."""
+        if self._legs.get(leg.attempt) is not leg:
+            return
+        self._backend.metrics.attempt_failures.labels(error.reason.name).inc()
+        # With the session gone the worker has ended it already; a worker that failed one choice may run the others.
+        self._end(leg, error.reason, abort=leg.session.connected and not handback)
+        for choice in self._choices:
+            if choice.attempt == leg.attempt:
+                choice.attempt = 0
+        if any(not self._choices[i].finished for i in leg.choices):
+            self._inbox.put(Broken(leg, error, handback))
+
+    def _take(self, leg: Leg, choice: Choice, event: worker_pb2.Event) -> None:
+        ids = event.tokens.ids
+        expected = len(choice.received)
+        if ids and event.offset != expected:
+            self._drop("doubled" if event.offset < expected else "gap")
+            if event.offset > expected:
+                missing = event.offset - expected
+                error = BatonError(Reason.SESSION_LOST, f"{missing} tokens of {leg.session.worker} are missing")
+                self.on_broken(leg, error, handback=False)
+            return
+        if ids:
+            if not leg.tokens:
+                leg.first_token = time.monotonic()
+            leg.tokens += len(ids)
+            self._failures = 0
+            choice.received.extend(ids)
+        if event.finish:
+            choice.finished = True
+        if ids or event.finish or event.prompt_logprobs:
+            output = Output(self, choice.index, ids, event.tokens.logprobs, event.finish, event.prompt_logprobs)
+            self._inbox.put(output)
+        if event.finish:
+            self._settle(leg.attempt)
+
+    def _finish_if_over(self, choice: Choice) -> None:
+        """All tokens had come and only the news of the end was lost."""
+        sampling, received = self.work.sampling, choice.received
+        finish = ""
+        if received:
+            ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._backend.eos_ids))
+            if received[-1] in ends and len(received) > sampling.min_tokens:
+                finish = "stop"
+            elif len(received) >= sampling.max_tokens:
+                finish = "length"
+        if finish:
+            choice.finished = True
+            self._inbox.put(Output(self, choice.index, (), (), finish))
+
+    def _judge(self, broken: Broken, *, resumed: bool) -> None:
+        """Whether to go on after a failure, and whom to leave out. Raises the failure when not."""
+        error, plan = broken.error, broken.leg.plan
+        self._failures += 1
+        # Strict forbids another way to run, not another pair that runs as planned.
+        unplanned = broken.handback or error.reason not in _UNREACHABLE
+        strict = self._backend.fallback == worker_pb2.FALLBACK_STRICT and unplanned and not resumed
+        if not error.reason.retryable or strict or self._failures > MAX_FAILURES:
+            raise error
+        if broken.handback:
+            # The streaming worker is well; what it was to get the KV from is not.
+            self._exclude.update(t.id for t in (plan.prefill, plan.alternate) if t.id)
+        else:
+            self._exclude.add(plan.worker.id)
+
+    async def _launch(self, indices: tuple[int, ...], emitted: Sequence[int], cause: BatonError | None = None) -> None:
+        """Route and Submit until a worker takes the choices. Raises the last BatonError when none does."""
+        patience = time.monotonic() + (RESUME_PATIENCE_S if emitted else 0.0)
+        low, high = _RETRY_S
+        refusal = cause
+        while True:
+            self.attempts += 1
+            try:
+                plan = await self._backend.router.route(self._route_request(emitted))
+            except BatonError as error:
+                if error.reason in _NO_PLACE and time.monotonic() < patience and time.time() < self.work.deadline:
+                    # Whoever was left out may be back by now: an output that has begun is worth waiting for.
+                    self._exclude.clear()
+                    await asyncio.sleep(low * random.uniform(0.5, 1.0))
+                    low = min(high, low * 2)
+                    continue
+                if refusal is not None and error.reason in _NO_PLACE and refusal.reason not in _UNREACHABLE:
+                    raise refusal from error
+                raise
+            try:
+                await self._submit(plan, indices, emitted)
+                return
+            except BatonError as error:
+                self._backend.metrics.attempt_failures.labels(error.reason.name).inc()
+                self._failures += 1
+                if not error.reason.retryable or (self._failures > MAX_FAILURES and time.monotonic() >= patience):
+                    raise
+                refusal = error
+                self._exclude.add(plan.worker.id)
+                self._note(RouteReason.REROUTED)
+                _log.info("submit refused", uid=self.work.uid, worker=plan.worker.id, error=str(error))
+
+    async def _submit(self, plan: worker_pb2.Plan, indices: tuple[int, ...], emitted: Sequence[int]) -> None:
+        backend, work = self._backend, self.work
+        session = backend.sessions.to(plan.worker)
+        leg = Leg(self, self.attempts, indices, plan, session)
+        request = worker_pb2.SubmitRequest(
+            attempt=worker_pb2.Attempt(
+                uid=work.uid,
+                attempt=leg.attempt,
+                prompt_ids=work.prompt.ids,
+                emitted_ids=emitted,
+                sampling=work.sampling,
+                key_root=backend.key_root,
+                deadline=work.deadline,
+                choices=indices,
+                model=backend.card.model,
+            ),
+            plan=plan,
+            fallback=backend.fallback,
+            card=backend.card,
+        )
+        self._legs[leg.attempt] = leg
+        for index in indices:
+            self._choices[index].attempt = leg.attempt
+        backend.metrics.attempts.inc()
+        accepted = False
+        try:
+            await session.submit(request, leg, work.deadline)
+            accepted = True
+        except BatonError as error:
+            if leg.attempt in self._legs:
+                self._outcome(leg, error.reason, failed=error.reason in _UNREACHABLE)
+            raise
+        finally:
+            if not accepted:
+                # A submit that timed out or was cancelled may have arrived: the worker is told to drop it.
+                self._legs.pop(leg.attempt, None)
+                for index in indices:
+                    if self._choices[index].attempt == leg.attempt:
+                        self._choices[index].attempt = 0
+                if session.connected:
+                    backend.background.spawn(session.abort(leg.key), f"abort {leg.key}")
+        self.plan = plan
+        for reason in plan.reasons:
+            self._note(reason)
+
+    def _route_request(self, emitted: Sequence[int]) -> router_pb2.RouteRequest:
+        work = self.work
+        return router_pb2.RouteRequest(
+            uid=work.uid,
+            attempt=self.attempts,
+            model=self._backend.card.model,
+            prompt_tokens=len(work.prompt.ids) + len(emitted),
+            max_tokens=max(0, work.sampling.max_tokens - len(emitted)),
+            keys=self._backend.prompts.extended(work.prompt, emitted),
+            deadline=work.deadline,
+            exclude=sorted(self._exclude),
+            fallback=self._backend.fallback,
+            merged_only=work.merged_only,
+        )
+
+    def _settle(self, attempt: int) -> None:
+        """End a leg whose choices have all ended; the worker is told when it would go on."""
+        leg = self._legs.get(attempt)
+        if leg is not None and all(self._choices[i].finished for i in leg.choices):
+            self._end(leg, None, abort=any(self._choices[i].ended_here for i in leg.choices))
+
+    def _end(self, leg: Leg, reason: Reason | None, *, abort: bool) -> None:
+        """Forget a leg: detach it, tell the worker if it may still run, and the routers in any case."""
+        self._legs.pop(leg.attempt, None)
+        leg.session.detach(leg.key)
+        if abort:
+            self._backend.background.spawn(leg.session.abort(leg.key), f"abort {leg.key}")
+        if leg.route is not None:
+            self.route = leg.route
+            self.kv_bytes += leg.route.kv_bytes
+            for name in leg.route.reasons:
+                self._note(name)
+        self._outcome(leg, reason, failed=reason is Reason.SESSION_LOST)
+
+    def _outcome(self, leg: Leg, reason: Reason | None, *, failed: bool) -> None:
+        outcome = router_pb2.Outcome(
+            uid=self.work.uid,
+            attempt=leg.attempt,
+            worker=leg.plan.worker.id,
+            prefill=leg.plan.prefill.id,
+            route=leg.route,
+            reason="" if reason is None else reason.name,
+            ttft_s=leg.first_token - leg.started if leg.first_token else 0.0,
+            prompt_tokens=len(self.work.prompt.ids),
+            output_tokens=leg.tokens,
+            failed_workers=[leg.plan.worker.id] if failed else [],
+        )
+        self._backend.router.report(outcome)
+
+    def _note(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def _drop(self, why: str) -> None:
+        self._backend.metrics.dropped.labels(why).inc()

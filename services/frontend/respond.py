@@ -1,0 +1,186 @@
+"""From a checked request to bytes on the wire: the status held back until the first token, then SSE or one body.
+
+The client is watched all the time: when it goes away, everything that was started for it is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from baton.errors import BatonError, Reason
+from services.frontend.call import Call, IndexedPiece
+from services.frontend.chunks import DONE, Format
+from services.frontend.errors import error_event, error_response, internal
+from services.frontend.metrics import FrontendMetrics
+
+ABORT_EXTENSION = "baton.abort"
+"""ASGI extension: its `abort` drops the connection without waiting for the client to read."""
+
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request with its prompts tokenised."""
+
+    call: Call
+    format: Format
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request. `prepare` does what still takes time before a worker is asked."""
+
+    uid: str
+    endpoint: str
+    stream: bool
+    include_usage: bool
+    prepare: Callable[[], Awaitable[Prepared]]
+
+
+class CompletionResponse(Response):
+    """Runs one job as an ASGI response."""
+
+    def __init__(self, job: Job, metrics: FrontendMetrics, client_stall_s: float) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._stall_s = client_stall_s
+        self._begun = time.monotonic()
+        self._headers_sent = False
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve it to the end, or until the client has gone."""
+        self._metrics.active.inc()
+        work = asyncio.create_task(self._serve(scope, receive, send), name=f"request {self._job.uid}")
+        gone = asyncio.create_task(_disconnected(receive), name=f"watch {self._job.uid}")
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._metrics.disconnects.inc()
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._metrics.active.dec()
+            self._metrics.duration.observe(time.monotonic() - self._begun)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call: Call | None = None
+        failure: BatonError | None = None
+        outcome = "disconnected"
+        try:
+            with self._metrics.waiting.track_inprogress():
+                prepared = await self._job.prepare()
+                call = prepared.call
+                await call.start()
+                first = await call.pieces()
+            self._metrics.ttft.observe(time.monotonic() - self._begun)
+            if self._job.stream:
+                await self._stream(prepared, first, send)
+            else:
+                await self._whole(prepared, first, send)
+            outcome = "ok"
+        except BatonError as error:
+            failure, outcome = error, error.reason.name.lower()
+        except asyncio.CancelledError:
+            failure = BatonError(Reason.ABORTED, "the client went away")
+            raise
+        except Exception:
+            _log.exception("request failed", uid=self._job.uid)
+            failure, outcome = internal(), "internal"
+        finally:
+            # Workers are told first: whatever the client does next must not keep them busy.
+            if call is not None:
+                call.close(failure.reason if failure is not None else None)
+                self._count(call, outcome)
+            self._metrics.requests.labels(self._job.endpoint, outcome).inc()
+        if failure is not None:
+            await self._fail(failure, scope, receive, send)
+
+    async def _stream(self, prepared: Prepared, pieces: list[IndexedPiece], send: Send) -> None:
+        call, format = prepared.call, prepared.format
+        await self._start(call, send, list(_SSE_HEADERS))
+        ended = 0
+        while True:
+            events: list[bytes] = []
+            for index, piece, prompt_logprobs in pieces:
+                events += format.chunks(index, piece, prompt_logprobs)
+                if piece.finish:
+                    ended += 1
+                    last = ended == call.outputs and not self._job.include_usage
+                    events.append(format.finish(index, piece.finish, call.story() if last else None))
+            if call.finished:
+                if self._job.include_usage:
+                    events.append(format.usage(call.usage(), call.story()))
+                events.append(DONE)
+            if events:
+                body = b"".join(events)
+                await self._send(send, {"type": "http.response.body", "body": body, "more_body": not call.finished})
+            if call.finished:
+                return
+            pieces = await call.pieces()
+
+    async def _whole(self, prepared: Prepared, pieces: list[IndexedPiece], send: Send) -> None:
+        call, format = prepared.call, prepared.format
+        while True:
+            for index, piece, prompt_logprobs in pieces:
+                format.collect(index, piece, prompt_logprobs)
+            if call.finished:
+                break
+            pieces = await call.pieces()
+        body = format.body(call.usage(), call.story())
+        length = str(len(body)).encode()
+        await self._start(call, send, [(b"content-type", b"application/json"), (b"content-length", length)])
+        await self._send(send, {"type": "http.response.body", "body": body})
+
+    async def _start(self, call: Call, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._headers_sent = True
+        headers.append((b"x-baton-route", call.route_header().encode("latin-1", "replace")))
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        """Send, for as long as the client may take. Raises BatonError(SLOW_CLIENT)."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+        except TimeoutError:
+            raise BatonError(Reason.SLOW_CLIENT, "The client does not read what it asked for.") from None
+
+    async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
+        if error.reason is Reason.SLOW_CLIENT:
+            self._metrics.slow_clients.inc()
+            extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
+            if extension is not None:
+                extension["abort"]()
+            return
+        if not self._headers_sent:
+            await error_response(error)(scope, receive, send)
+            return
+        # The stream has begun: one error event and no [DONE], so nobody takes it for complete.
+        await self._send(send, {"type": "http.response.body", "body": error_event(error)})
+
+    def _count(self, call: Call, outcome: str) -> None:
+        usage, story = call.usage(), call.story()
+        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self._metrics.output_tokens.inc(usage.completion_tokens)
+        self._metrics.kv_bytes.inc(story["kv_bytes"])
+        self._metrics.count_route(story["mode"], story["reasons"])
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

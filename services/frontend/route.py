@@ -1,0 +1,168 @@
+"""Asking the routers, telling them what became of it, and placing requests when none of them answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import grpc
+import structlog
+
+from baton.errors import BatonError, Reason
+from baton.registry.view import View
+from baton.route import RouteReason
+from baton.rpc.channel import Channels
+from baton.rpc.errors import from_failure, from_rpc
+from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc, worker_pb2
+from services.frontend.metrics import FrontendMetrics
+from services.frontend.sessions import Session
+
+ROUTE_TIMEOUT_S = 1.0
+AVOID_S = 2.0
+"""A router that failed is asked last for so long."""
+REPORT_EVERY_S = 0.25
+REPORT_TIMEOUT_S = 2.0
+MAX_OUTCOMES = 4096
+
+_log = structlog.get_logger()
+
+
+class RouterClient:
+    """The routers, behind one call. Stays with the router that answered last."""
+
+    def __init__(
+        self,
+        routers: View[registry_pb2.Router],
+        workers: View[registry_pb2.Worker],
+        sessions: Mapping[str, Session],
+        channels: Channels,
+        metrics: FrontendMetrics,
+    ) -> None:
+        self._routers = routers
+        self._workers = workers
+        self._sessions = sessions
+        self._channels = channels
+        self._metrics = metrics
+        self._current = ""
+        self._failed_at: dict[str, float] = {}
+        self._outcomes: deque[router_pb2.Outcome] = deque()
+        self._have_outcomes = asyncio.Event()
+        self.answered = False
+        """Whether any router has ever answered."""
+
+    async def route(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
+        """The plan for one attempt. Raises BatonError: the router's refusal, ROUTER_UNAVAILABLE, DEADLINE_EXCEEDED.
+
+        When no router answers, the request is placed on the least busy worker that is connected (not under strict
+        fallback): worse placed is better than refused.
+        """
+        for id, router in self._order():
+            remaining = request.deadline - time.time()
+            if remaining <= 0:
+                raise BatonError(Reason.DEADLINE_EXCEEDED, "The request ran out of time while it was being placed.")
+            stub = self._stub(router)
+            try:
+                reply = await stub.Route(request, timeout=min(ROUTE_TIMEOUT_S, remaining))
+            except grpc.aio.AioRpcError as error:
+                self._failed(id, from_rpc(error, Reason.ROUTER_UNAVAILABLE))
+                continue
+            self._current = id
+            self._failed_at.pop(id, None)
+            self.answered = True
+            if reply.HasField("failure"):
+                raise from_failure(reply.failure)
+            return reply.plan
+        return self._own_choice(request)
+
+    def report(self, outcome: router_pb2.Outcome) -> None:
+        """Tell the routers, soon and in a batch; when they cannot keep up the oldest outcome is dropped and counted."""
+        if len(self._outcomes) >= MAX_OUTCOMES:
+            self._outcomes.popleft()
+            self._metrics.reports_dropped.inc()
+        self._outcomes.append(outcome)
+        self._have_outcomes.set()
+
+    async def run(self) -> None:
+        """Send reports for ever: every router learns from every outcome."""
+        while True:
+            await self._have_outcomes.wait()
+            await asyncio.sleep(REPORT_EVERY_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send what has gathered now."""
+        self._have_outcomes.clear()
+        if not self._outcomes:
+            return
+        request = router_pb2.ReportRequest(outcomes=self._outcomes)
+        self._outcomes.clear()
+        sends = [self._send(id, router, request) for id, router in self._routers.items().items()]
+        if not any(await asyncio.gather(*sends)):
+            self._metrics.reports_dropped.inc(len(request.outcomes))
+
+    async def _send(self, id: str, router: registry_pb2.Router, request: router_pb2.ReportRequest) -> bool:
+        try:
+            await self._stub(router).Report(request, timeout=REPORT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            self._failed(id, from_rpc(error, Reason.ROUTER_UNAVAILABLE))
+            return False
+        return True
+
+    def _stub(self, router: registry_pb2.Router) -> router_pb2_grpc.RouterServiceAsyncStub:
+        return router_pb2_grpc.RouterServiceStub(self._channels.get(router.address))
+
+    def _order(self) -> list[tuple[str, registry_pb2.Router]]:
+        """The current router first, those that failed a moment ago last."""
+        now = time.monotonic()
+        routers = list(self._routers.items().items())
+        random.shuffle(routers)
+        return sorted(
+            routers, key=lambda r: (now - self._failed_at.get(r[0], -AVOID_S) < AVOID_S, r[0] != self._current)
+        )
+
+    def _failed(self, id: str, error: BatonError) -> None:
+        self._failed_at[id] = time.monotonic()
+        self._metrics.router_failures.labels(error.reason.name).inc()
+        _log.warning("router failed", router=id, error=str(error))
+
+    def _own_choice(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
+        if request.fallback == worker_pb2.FALLBACK_STRICT:
+            raise BatonError(Reason.ROUTER_UNAVAILABLE, "No router answers, and strict fallback forbids to do without.")
+        plan = own_choice(request, self._workers.items(), self._sessions)
+        if plan is None:
+            raise BatonError(Reason.ROUTER_UNAVAILABLE, "No router answers and no worker is known that could run this.")
+        self._metrics.own_choices.inc()
+        return plan
+
+
+def own_choice(
+    request: router_pb2.RouteRequest,
+    workers: Mapping[str, registry_pb2.Worker],
+    sessions: Mapping[str, Session],
+) -> worker_pb2.Plan | None:
+    """The least busy connected worker of the model (merged before decode when equal), or None."""
+    best: tuple[float, bool, float] | None = None
+    chosen: registry_pb2.Worker | None = None
+    for id, worker in workers.items():
+        session = sessions.get(id)
+        merged = worker.role == registry_pb2.ROLE_MERGED
+        fits = merged or (worker.role == registry_pb2.ROLE_DECODE and not request.merged_only)
+        if not fits or worker.model != request.model or worker.draining or id in request.exclude:
+            continue
+        if session is None or not session.connected or session.draining:
+            continue
+        score = (session.load / max(1, worker.max_streams), not merged, random.random())
+        if best is None or score < best:
+            best, chosen = score, worker
+    if chosen is None:
+        return None
+    merged = chosen.role == registry_pb2.ROLE_MERGED
+    return worker_pb2.Plan(
+        mode=worker_pb2.MODE_MERGED if merged else worker_pb2.MODE_LOCAL,
+        worker=worker_pb2.Target(id=chosen.id, address=chosen.address, epoch=chosen.epoch),
+        reasons=[RouteReason.MERGED_FALLBACK if merged else RouteReason.LOCAL_FALLBACK],
+        local_is_cheapest=not merged,
+    )

@@ -1,0 +1,22 @@
+"""What an operator can set on a frontend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from baton.config import ServiceSettings
+
+
+class FrontendSettings(ServiceSettings):
+    """Settings of one frontend. `port` is its HTTP port."""
+
+    role: str = "frontend"
+    port: int = 8000
+    model: str = Field(description="model directory or .gguf file: only its tokenizer, template and defaults are read")
+    served_name: str = Field("", description="name in the API; default: the file's or directory's")
+    fallback: Literal["auto", "strict"] = Field("auto", description="strict: an error instead of running elsewhere")
+    request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+    client_stall_s: float = Field(30.0, gt=0, description="a client that reads nothing for so long is cut off")
+    max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused")

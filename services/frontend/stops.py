@@ -1,0 +1,58 @@
+"""Stop strings: found over any token edge, and never leaked.
+
+Text is held back while it could still become a stop string: the longest suffix that is a proper prefix of one. The
+first stop string to be *complete* wins (of those that end together the longest), so the result does not depend on how
+the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The filter for one output. After a stop was found, nothing more comes out."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now; `stopped` tells whether a stop string was completed."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return text
+        buffer = self._held + text
+        cut = self._find(buffer)
+        if cut is not None:
+            self.stopped = True
+            self._held = ""
+            return buffer[:cut]
+        keep = self._possible(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def flush(self) -> str:
+        """The output has ended otherwise: what was held back is text after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, buffer: str) -> int | None:
+        """Where to cut: the start of the stop string that is complete first."""
+        best: tuple[int, int] | None = None
+        for stop in self._stops:
+            start = buffer.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best):
+                best = (start + len(stop), start)
+        return None if best is None else best[1]
+
+    def _possible(self, buffer: str) -> int:
+        """The length of the longest suffix with which a stop string begins."""
+        for size in range(min(len(buffer), self._longest - 1), 0, -1):
+            tail = buffer[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0
