@@ -29,9 +29,11 @@ class Piece(NamedTuple):
     finish: str
 
 
-class _Pending(NamedTuple):
-    end: int
+@dataclass(slots=True)
+class _Pending:
     token: TokenText
+    end: int | None
+    """Where its text ends; None while a character that it began is still missing bytes."""
 
 
 class ChoiceText:
@@ -66,10 +68,12 @@ class ChoiceText:
             if finish == "stop" and position == len(ids) - 1 and token_id in self._ends:
                 break
             delta = self._stream.push(token_id)
-            if logprobs:
-                token = TokenText(token_id, self._decoded, logprobs[position])
-                self._pending.append(_Pending(self._decoded + len(delta), token))
+            start = self._decoded
             self._decoded += len(delta)
+            if logprobs:
+                self._pending.append(_Pending(TokenText(token_id, start, logprobs[position]), None))
+                if delta:
+                    self._close_pending()
             text += delta if self.tokens <= self._min_tokens else self._stops.push(delta)
             if self._stops.stopped:
                 finish = "stop"
@@ -80,17 +84,25 @@ class ChoiceText:
         self.finish = finish
         return Piece(text, self._release(), finish)
 
+    def _close_pending(self) -> None:
+        """A character is whole: it ends for every token that gave bytes to it."""
+        for entry in reversed(self._pending):
+            if entry.end is not None:
+                break
+            entry.end = self._decoded
+
     def _release(self) -> list[TokenText]:
         """Tokens whose text is shown; at the end, every one of which something was shown."""
         out: list[TokenText] = []
         while self._pending:
-            end, token = self._pending[0]
+            entry = self._pending[0]
+            visible = entry.end is not None and entry.end <= self._shown
             if self._stops.stopped:
-                visible = token.offset < self._shown or end <= self._shown
-            else:
-                visible = bool(self.finish) or end <= self._shown
+                visible = visible or entry.token.offset < self._shown
+            elif self.finish:
+                visible = True
             if not visible:
                 break
-            out.append(token)
+            out.append(entry.token)
             self._pending.popleft()
         return out

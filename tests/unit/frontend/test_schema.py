@@ -1,0 +1,209 @@
+"""Every wrong field is refused with its name; unknown ones are ignored."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import BatonError, Reason
+from services.frontend.schema import MAX_STOPS, parse_chat, parse_completion, parse_json
+
+VOCAB = 1000
+HI = [{"role": "user", "content": "hi"}]
+
+
+def _chat(**fields: Any) -> Any:
+    return parse_chat({"model": "m", "messages": HI} | fields, VOCAB)
+
+
+def _completion(**fields: Any) -> Any:
+    return parse_completion({"model": "m", "prompt": "hi"} | fields, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"messages": "\\ud800"}',
+        b'{"a":' * 100_000,
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"a": 1,}',
+    ],
+)
+def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(BatonError) as caught:
+        parse_json(raw)
+    assert caught.value.reason is Reason.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": 1}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [1]}, "messages[0]"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": 1e308}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": -1}, "min_p"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 10**6}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"seed": 0.5}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop": [str(i) for i in range(MAX_STOPS + 1)]}, "stop"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    ],
+)
+def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        _chat(**fields)
+    assert caught.value.reason is Reason.INVALID_REQUEST
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": ["x", 1]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [VOCAB]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["x"] * 100, "n": 100}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"echo": 1}, "echo"),
+    ],
+)
+def test_a_wrong_completions_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        _completion(**fields)
+    assert caught.value.param == param
+
+
+def test_what_clients_send_is_taken() -> None:
+    body = _chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Al"},
+            {"role": "assistant", "content": None},
+            {"role": "assistant"},
+        ],
+        max_tokens=5,
+        max_completion_tokens=7,
+        seed=-(1 << 63),
+        stop=["a", "a", "b"],
+        logit_bias={"7": -100},
+        top_k=-1,
+        user="me",
+        unknown={"x": [1]},
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        temperature=None,
+        logprobs=True,
+    )
+    assert [m["role"] for m in body.messages] == ["system", "user", "assistant", "assistant"]
+    assert [m["content"] for m in body.messages] == ["be brief", "ab", "", ""]
+    assert body.messages[1]["name"] == "Al"
+    assert (body.options.max_tokens, body.options.seed, body.options.top_k) == (7, -(1 << 63), 0)
+    assert body.options.stop == ("a", "b")
+    assert body.options.logit_bias == {7: -100.0}
+    assert body.options.temperature is None
+    assert body.options.logprobs == 0
+
+
+def test_prompts_in_every_shape() -> None:
+    assert _completion(prompt="a").prompts == ("a",)
+    assert _completion(prompt=["a", "b"]).prompts == ("a", "b")
+    assert _completion(prompt=[1, 2]).prompts == ((1, 2),)
+    assert _completion(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
+    assert _completion(prompt="a", echo=True, max_tokens=0).options.max_tokens == 0
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+_FIELDS = [
+    "model", "messages", "prompt", "temperature", "top_p", "top_k", "n", "stop", "seed", "logit_bias", "max_tokens",
+    "logprobs", "top_logprobs", "stream", "stream_options", "response_format", "tools", "min_tokens", "echo",
+    "stop_token_ids", "suffix", "best_of", "chat_template_kwargs",
+]  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(_FIELDS), _json, max_size=6))
+def test_nothing_but_a_refusal_comes_of_nonsense(fields: dict[str, Any]) -> None:
+    for parse in (parse_chat, parse_completion):
+        try:
+            parse({"model": "m", "messages": HI, "prompt": "p"} | fields, VOCAB)
+        except BatonError as error:
+            assert error.reason is Reason.INVALID_REQUEST  # noqa: PT017
