@@ -1,0 +1,397 @@
+"""The engine's process: one thread takes messages, one computes steps, a lock between them.
+
+A reservation is answered between two lines of Python, not between two steps: the lock is free while the model runs.
+The process dies with its parent (PR_SET_PDEATHSIG, and the end of the socket) and uses no CPU when idle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from baton.engine.port import EngineSpec, EngineStats, PrefillDone, Request, Resume, TokenEvent, TokenLogprob
+from baton.engine.torch import messages as m
+from baton.engine.torch.config import ModelConfig, load_config
+from baton.engine.torch.kvpool import KvPool
+from baton.engine.torch.model import Model, SequenceStep
+from baton.engine.torch.page import StatsPage
+from baton.engine.torch.pool import BlockPool
+from baton.engine.torch.predict import StepCost
+from baton.engine.torch.sampler import SamplingState, prompt_logprobs, sample
+from baton.engine.torch.scheduler import Draw, Drawn, Limits, Outcome, Scheduler, Work
+from baton.engine.torch.sequence import Job
+from baton.engine.torch.weights import load_weights
+from baton.errors import BatonError
+from baton.kv.arena import Arena
+from baton.kv.handle import checksum
+from baton.kv.keys import BLOCK_SIZE
+from baton.kv.layout import LayoutFingerprint
+from baton.model.identity import weights_identity
+
+PR_SET_PDEATHSIG = 1
+BLOCKED_WAIT_S = 0.05
+"""How long the step loop sleeps when work is there but no block for it, if no message wakes it."""
+JOBS_PER_STREAM = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the worker process tells its engine on the command line, as JSON."""
+
+    model: str
+    dtype: str
+    epoch: int
+    max_streams: int
+    chunk_tokens: int
+    threads: int
+    core: int | None
+    parent: int
+    socket_fd: int
+    arena_fd: int
+    page_fd: int
+
+
+class EngineProcess:
+    """Everything of the process after the model is loaded."""
+
+    def __init__(self, options: Options, connection: socket.socket, config: ModelConfig) -> None:
+        dtype = getattr(torch, options.dtype)
+        self._socket = connection
+        self._send_lock = threading.Lock()
+        self._wake = threading.Condition()
+        """The engine's lock, and what the step loop sleeps on."""
+        self._arena = Arena.attach(options.arena_fd)
+        self._page = StatsPage(options.page_fd)
+        self._epoch = options.epoch
+        self._kv = KvPool(self._arena.buffer, config, dtype, BLOCK_SIZE)
+        self._model = Model(config, load_weights(Path(options.model), config, dtype), self._kv)
+        self._pool = BlockPool(self._kv.slots)
+        self._eos = config.eos_token_ids
+        limits = Limits(
+            block_size=BLOCK_SIZE,
+            chunk_tokens=options.chunk_tokens,
+            max_streams=options.max_streams,
+            max_jobs=options.max_streams * JOBS_PER_STREAM,
+            max_context=config.max_context,
+            vocab_size=config.vocab,
+            eos_token_ids=config.eos_token_ids,
+        )
+        self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail)
+        self._cost = StepCost()
+        self._steps = 0
+        self._running_step = (0.0, 0.0)
+        self._requests = msgspec.msgpack.Decoder(Request)
+        layout = LayoutFingerprint(
+            model=weights_identity(Path(options.model)),
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype=options.dtype,
+        )
+        self.spec = EngineSpec(
+            name="torch",
+            fingerprint=layout,
+            block_size=BLOCK_SIZE,
+            max_context=config.max_context,
+            max_streams=options.max_streams,
+            pool_blocks=len(self._pool),
+            vocab_size=config.vocab,
+            resume=Resume.EXACT if options.dtype == "float32" else Resume.TEXT,
+            eos_token_ids=config.eos_token_ids,
+        )
+
+    def send(self, message: object) -> None:
+        """One message to the worker, from whichever thread. Blocks when the worker does not read: that is the bound."""
+        with self._send_lock:
+            self._socket.sendall(m.frame(message))
+
+    # ---- messages
+
+    def read_messages(self) -> None:
+        """Take messages until the worker is gone; then end the process."""
+        stream = self._socket.makefile("rb", buffering=1 << 16)
+        while True:
+            head = stream.read(m.LENGTH.size)
+            if len(head) < m.LENGTH.size:
+                os._exit(0)
+            message = m.to_engine.decode(stream.read(m.LENGTH.unpack(head)[0]))
+            with self._wake:
+                answers = self._take(message)
+                self._publish()
+                self._wake.notify()
+            for answer in answers:
+                self.send(answer)
+
+    def _take(self, message: m.ToEngine) -> list[object]:
+        scheduler = self._scheduler
+        match message:
+            case m.Reserve():
+                return [self._reserve(message), *self._cache_change()]
+            case m.Settle():
+                for slot in message.slots:
+                    self._pool.settle(slot)
+                return []
+            case m.Check():
+                return [m.Answer(message.call, scheduler.check_integrity(), 0)]
+            case m.Clear():
+                return [m.Answer(message.call, [], self._pool.clear()), *self._cache_change()]
+            case _:
+                job = scheduler.job(message.job)
+                return [] if job is None else self._take_for(message, job)
+
+    def _take_for(self, message: m.ToEngine, job: Job) -> list[object]:
+        scheduler = self._scheduler
+        match message:
+            case m.Commit():
+                scheduler.commit(job, message.tokens)
+                return self._cache_change()
+            case m.Swap():
+                return [m.Swapped(job.id, scheduler.swap(job, message.blocks)), *self._cache_change()]
+            case m.Prefill():
+                try:
+                    scheduler.prefill(job)
+                except BatonError as error:
+                    return [m.Failed(job.id, error.reason.name, error.message)]
+                return self._announce(job)
+            case m.StopPrefill():
+                scheduler.stop_prefill(job)
+            case m.Generate():
+                try:
+                    scheduler.generate(job, message.first, message.done)
+                except BatonError as error:
+                    uid, attempt, choice = job.request.uid, job.request.attempt, job.request.choices[0]
+                    event = TokenEvent(uid, attempt, choice, 0, error=error.reason, message=error.message)
+                    scheduler.release(job)
+                    return [m.Step([_token(event)])]
+            case m.Release():
+                scheduler.release(job)
+        return []
+
+    def _reserve(self, message: m.Reserve) -> object:
+        try:
+            request = self._requests.decode(message.request)
+            job = self._scheduler.reserve(message.job, request, message.keys, message.tail_key, message.decode_room)
+        except BatonError as error:
+            return m.Refused(message.job, error.reason.name, error.message, error.param or "")
+        blocks = -(-len(job.prompt) // BLOCK_SIZE)
+        return m.Reserved(job.id, job.primary.slots[:blocks], job.hit_tokens)
+
+    def _cache_change(self) -> list[object]:
+        stored, removed = self._pool.changes()
+        return [m.CacheChange(stored, removed)] if stored or removed else []
+
+    def _announce(self, job: Job) -> list[object]:
+        """What of the job's prompt is sealed and not told yet."""
+        first, blocks = job.announced, []
+        for i in range(first, len(job.primary.slots)):
+            slot = job.primary.slots[i]
+            record = self._pool.slot(slot)
+            if i * BLOCK_SIZE >= len(job.prompt) or not record.tokens:
+                break
+            if record.checksum is None:
+                payload = self._arena.view(slot * self._kv.block_bytes, self._kv.block_bytes)
+                self._pool.set_checksum(slot, checksum(record.key, self._epoch, record.generation, payload))
+            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, record.checksum or 0))
+        job.announced += len(blocks)
+        return [m.Sealed(job.id, first, blocks)] if blocks else []
+
+    # ---- steps
+
+    def run_steps(self) -> None:
+        """Compute for ever."""
+        while True:
+            outcome = Outcome()
+            with self._wake:
+                while not self._scheduler.has_work():
+                    self._publish()
+                    self._wake.wait()
+                work = self._scheduler.plan(outcome)
+                self._publish(work, time.time())
+            self._tell(outcome)
+            if work:
+                self._step(work)
+            elif self._scheduler.has_work():
+                with self._wake:
+                    self._wake.wait(BLOCKED_WAIT_S)
+
+    def _step(self, work: list[Work]) -> None:
+        started = time.perf_counter()
+        steps = [
+            SequenceStep(
+                w.sequence.tokens[w.sequence.computed : w.sequence.computed + w.count],
+                w.sequence.computed,
+                w.sequence.slots,
+                w.logits,
+            )
+            for w in work
+        ]
+        logits = self._model.forward(steps)
+        rows = self._rows(work)
+        outcome = Outcome()
+        self._keep_prompt_logprobs(work, rows, logits)
+        with self._wake:
+            draws = self._scheduler.computed(work)
+        drawn = self._draw(draws, work, rows, logits)
+        with self._wake:
+            self._scheduler.apply(work, draws, drawn, outcome)
+            self._steps += 1
+            decoding = sum(w.count == 1 for w in work)
+            prefill = sum(w.count for w in work) - decoding
+            self._cost.learn(prefill, decoding, time.perf_counter() - started)
+            self._publish()
+        self._tell(outcome)
+
+    @staticmethod
+    def _rows(work: list[Work]) -> list[range]:
+        """Which rows of the logits belong to each part of the step."""
+        rows, at = [], 0
+        for item in work:
+            count = {"none": 0, "last": 1, "all": item.count}[item.logits]
+            rows.append(range(at, at + count))
+            at += count
+        return rows
+
+    def _draw(self, draws: list[Draw], work: list[Work], rows: list[range], logits: torch.Tensor) -> list[Drawn]:
+        last = {w.sequence: r[-1] for w, r in zip(work, rows, strict=True) if r}
+        states = [SamplingState(d.params, d.choice, d.prompt_ids, d.output_ids, self._eos) for d in draws]
+        if not states:
+            return []
+        wanted = [last[d.sequence] for d in draws]
+        picked = logits if wanted == list(range(len(logits))) else logits[wanted]
+        return [Drawn(s.token_id, s.logprob) for s in sample(picked, states)]
+
+    def _keep_prompt_logprobs(self, work: list[Work], rows: list[range], logits: torch.Tensor) -> None:
+        for item, part in zip(work, rows, strict=True):
+            job, at = item.sequence.job, item.sequence.computed
+            count = job.request.sampling.prompt_logprobs
+            if item.logits != "all" or count is None:
+                continue
+            following = job.prompt[at + 1 : at + 1 + item.count]
+            if not job.prompt_logprobs:
+                job.prompt_logprobs.append(None)  # the first prompt token follows nothing
+            if following:
+                job.prompt_logprobs += prompt_logprobs(
+                    logits[part.start : part.start + len(following)], following, count
+                )
+
+    def _tell(self, outcome: Outcome) -> None:
+        with self._wake:
+            sealed = [message for job in outcome.announce if not job.released for message in self._announce(job)]
+            change = self._cache_change()
+        for message in [*change, *sealed]:
+            self.send(message)
+        for job, done in outcome.prefilled:
+            self.send(_prefilled(job.id, done))
+        for job, reason, text in outcome.failed:
+            self.send(m.Failed(job.id, reason.name, text))
+        if outcome.tokens:
+            self.send(m.Step([_token(event) for event in outcome.tokens]))
+
+    def _publish(self, work: list[Work] | None = None, started: float = 0.0) -> None:
+        scheduler, pool = self._scheduler, self._pool
+        if work is not None:
+            decoding = sum(w.count == 1 for w in work)
+            self._running_step = (started, self._cost.predict(sum(w.count for w in work) - decoding, decoding))
+        elif not scheduler.stepping:
+            self._running_step = (0.0, 0.0)
+        started, predicted = self._running_step
+        self._page.write(
+            EngineStats(
+                running=scheduler.running,
+                waiting=scheduler.waiting,
+                queued_prefill_tokens=scheduler.queued_tokens,
+                blocks_total=len(pool),
+                blocks_free=pool.available,
+                blocks_cached=pool.cached,
+                blocks_pinned=scheduler.pinned,
+                blocks_quarantined=pool.quarantined,
+                step_started=started,
+                step_predicted_s=predicted,
+                steps=self._steps,
+                prefill_tok_s=self._cost.prefill_tok_s,
+                decode_step_s=self._cost.decode_step_s,
+                prompt_tokens=scheduler.prompt_tokens,
+                prefill_tokens_computed=scheduler.prefill_tokens_computed,
+                cached_prompt_tokens=scheduler.cached_prompt_tokens,
+                output_tokens=scheduler.output_tokens,
+                preemptions=scheduler.preemptions,
+            )
+        )
+
+
+def _logprob(entry: TokenLogprob) -> m.Logprob:
+    return entry.token_id, entry.logprob, list(entry.top)
+
+
+def _token(event: TokenEvent) -> m.Token:
+    return m.Token(
+        event.uid,
+        event.attempt,
+        event.choice,
+        event.offset,
+        list(event.token_ids),
+        [_logprob(entry) for entry in event.logprobs],
+        event.finish or "",
+        event.error.name if event.error else "",
+        event.message,
+    )
+
+
+def _prefilled(job: int, done: PrefillDone) -> m.Prefilled:
+    first = [
+        (f.choice, f.token_id, str(f.finish or ""), _logprob(f.logprob) if f.logprob else None) for f in done.first
+    ]
+    return m.Prefilled(job, first, [_logprob(e) if e else None for e in done.prompt_logprobs])
+
+
+def main() -> None:
+    """`python -m baton.engine.torch.child OPTIONS`; started by `TorchEngine` only."""
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != options.parent:
+        return
+    # Ctrl-C reaches the whole group: the worker decides when its engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if options.core is not None:
+        os.sched_setaffinity(0, {options.core})
+    torch.set_num_threads(options.threads)
+    torch.set_grad_enabled(False)
+    connection = socket.socket(fileno=options.socket_fd)
+    try:
+        config = load_config(Path(options.model))
+        process = EngineProcess(options, connection, config)
+    except Exception as error:
+        text = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+        connection.sendall(m.frame(m.StartFailed(text)))
+        raise
+    process.send(m.Started(msgspec.msgpack.encode(process.spec)))
+    threading.Thread(target=_end_with, args=(process.read_messages,), name="messages", daemon=True).start()
+    _end_with(process.run_steps)
+
+
+def _end_with(body: Callable[[], None]) -> None:
+    """Either thread's end is the process's: half an engine serves nobody."""
+    try:
+        body()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

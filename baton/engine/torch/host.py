@@ -1,0 +1,444 @@
+"""The torch engine as a worker process sees it: an `Engine` whose model runs in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from baton.engine.port import (
+    CacheEvent,
+    Engine,
+    EngineSpec,
+    EngineStats,
+    FinishReason,
+    FirstToken,
+    PrefillDone,
+    PrefillEvent,
+    Reader,
+    Request,
+    Reservation,
+    SealedBlocks,
+    TokenEvent,
+    TokenLogprob,
+)
+from baton.engine.torch import messages as m
+from baton.engine.torch.child import Options
+from baton.engine.torch.link import Link
+from baton.engine.torch.page import StatsPage
+from baton.errors import BatonError, Reason
+from baton.kv.arena import Arena
+from baton.kv.handle import Handle, Segment
+from baton.kv.keys import block_keys, chain
+from baton.transfer.port import BlockRead, ReadReport
+
+START_S = 300.0
+"""Reading the weights of a large model from a slow disk."""
+CALL_S = 60.0
+QUARANTINE_CAP = 0.25
+"""Above this share of the pool waiting for late reads the engine gives up: a new epoch starts with every slot."""
+MAX_CACHE_EVENTS = 1024
+
+_log = structlog.get_logger()
+
+
+class TorchEngine(Engine):
+    """One model in one child process, one arena of KV blocks shared with it.
+
+    `arena_bytes` is rounded down to whole blocks. `core` pins the child to one CPU core. `owner` and `epoch` go into
+    every handle.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        arena_bytes: int = 2**30,
+        max_streams: int = 64,
+        chunk_tokens: int = 256,
+        threads: int = 1,
+        core: int | None = None,
+        epoch: int,
+        owner: str,
+    ) -> None:
+        self.owner = owner
+        self.epoch = epoch
+        self.arena = Arena.create(arena_bytes)
+        self._options = Options(
+            str(model_path), dtype, epoch, max_streams, chunk_tokens, threads, core, os.getpid(), -1, self.arena.fd, -1
+        )
+        self._page = StatsPage.create()
+        self._link: Link | None = None
+        self._spec: EngineSpec | None = None
+        self._next_job = 0
+        self._quarantined: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cached_keys: dict[bytes, None] = {}
+        self._cache_events: asyncio.Queue[CacheEvent | None] = asyncio.Queue(MAX_CACHE_EVENTS)
+        self._steps: asyncio.Queue[list[TokenEvent] | BatonError] = asyncio.Queue()
+
+    @property
+    def link(self) -> Link:
+        """The running child. Raises BatonError(ENGINE_FAILED) before `start`."""
+        if self._link is None:
+            raise BatonError(Reason.ENGINE_FAILED, "the engine has not been started")
+        return self._link
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Known once started. Raises BatonError(ENGINE_FAILED) before."""
+        if self._spec is None:
+            raise BatonError(Reason.ENGINE_FAILED, "the engine has not been started")
+        return self._spec
+
+    async def start(self) -> EngineSpec:
+        ours, theirs = socket.socketpair()
+        options = replace(self._options, socket_fd=theirs.fileno(), page_fd=self._page.fd)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "baton.engine.torch.child",
+                msgspec.json.encode(options).decode(),
+                pass_fds=(theirs.fileno(), self.arena.fd, self._page.fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+            )
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        self._link = Link(process, reader, writer)
+        try:
+            async with asyncio.timeout(START_S):
+                first = await self._link.receive()
+        except BaseException as error:
+            await self._link.close()
+            if isinstance(error, (TimeoutError, BatonError)):
+                raise BatonError(Reason.ENGINE_FAILED, f"the engine did not start: {error}") from error
+            raise
+        if not isinstance(first, m.Started):
+            await self._link.close()
+            message = first.message if isinstance(first, m.StartFailed) else f"unexpected {type(first).__name__}"
+            raise BatonError(Reason.ENGINE_FAILED, f"cannot serve {self._options.model}: {message}")
+        self._spec = msgspec.msgpack.decode(first.spec, type=EngineSpec)
+        self._link.run(self._take, self._died)
+        return self._spec
+
+    # ---- what the child says
+
+    def _take(self, message: m.ToWorker) -> None:
+        if isinstance(message, m.Step):
+            self._steps.put_nowait([_token_event(token) for token in message.tokens])
+        elif isinstance(message, m.CacheChange):
+            for key in message.stored:
+                self._cached_keys[key] = None
+            for key in message.removed:
+                self._cached_keys.pop(key, None)
+            self._tell_cache(CacheEvent(tuple(message.stored), tuple(message.removed)))
+
+    def _tell_cache(self, event: CacheEvent) -> None:
+        try:
+            self._cache_events.put_nowait(event)
+        except asyncio.QueueFull:
+            # Nobody kept up: what is queued is worth less than the state now.
+            while not self._cache_events.empty():
+                self._cache_events.get_nowait()
+            self._cache_events.put_nowait(CacheEvent(tuple(self._cached_keys), cleared=True))
+
+    def _died(self, error: BatonError) -> None:
+        self._steps.put_nowait(error)
+        if not self._cache_events.full():
+            self._cache_events.put_nowait(None)
+
+    async def events(self) -> AsyncIterator[list[TokenEvent]]:
+        while True:
+            step = await self._steps.get()
+            if isinstance(step, BatonError):
+                self._steps.put_nowait(step)  # every later consumer meets it too
+                raise step
+            yield step
+
+    async def cache_events(self) -> AsyncIterator[list[CacheEvent]]:
+        while (event := await self._cache_events.get()) is not None:
+            events = [event]
+            while not self._cache_events.empty() and (more := self._cache_events.get_nowait()) is not None:
+                events.append(more)
+            yield events
+
+    # ---- requests
+
+    async def reserve(self, request: Request, *, decode_room: bool = True) -> Reservation:
+        size = self.spec.block_size
+        self._validate(request)
+        prompt = [*request.prompt_ids, *request.emitted_ids]
+        keys = block_keys(request.key_root, prompt, size)
+        tail = len(prompt) % size
+        parent = keys[-1] if keys else request.key_root
+        tail_key = chain(parent, prompt[-tail:]) if tail else b""
+        self._next_job += 1
+        job = self._next_job
+        encoded = msgspec.msgpack.encode(request)
+        try:
+            answer = await self.link.ask(job, m.Reserve(job, encoded, keys, tail_key, decode_room), CALL_S)
+        except BaseException:
+            self.link.tell(m.Release(job))
+            raise
+        if isinstance(answer, m.Refused):
+            raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param or None)
+        assert isinstance(answer, m.Reserved)
+        names = [*keys, tail_key] if tail else keys
+        return TorchReservation(self, job, request, names, len(prompt), answer.slots, answer.hit_tokens)
+
+    def _validate(self, request: Request) -> None:
+        """What must hold before ids are packed into keys; the child checks the rest."""
+        for name, ids in (("prompt_ids", request.prompt_ids), ("emitted_ids", request.emitted_ids)):
+            if ids and (min(ids) < 0 or max(ids) >= self.spec.vocab_size):
+                raise BatonError(
+                    Reason.INVALID_REQUEST, f"a token id is outside 0...{self.spec.vocab_size - 1}", param=name
+                )
+
+    async def prefill(self, reservation: Reservation) -> AsyncIterator[PrefillEvent]:
+        ours = _own(reservation)
+        inbox = self.link.open(ours.job)
+        done = False
+        try:
+            self.link.tell(m.Prefill(ours.job))
+            while not done:
+                message = await inbox.get()
+                if isinstance(message, BatonError):
+                    raise message
+                if isinstance(message, m.Failed):
+                    raise BatonError(Reason.from_name(message.reason), message.message)
+                if isinstance(message, m.Sealed):
+                    handles = tuple(self._handle(block) for block in message.blocks)
+                    yield SealedBlocks(message.first_block, handles)
+                elif isinstance(message, m.Prefilled):
+                    done = True
+                    ours.cached_tokens = ours.prompt_tokens
+                    yield _prefill_done(message, ours.hit_tokens)
+        finally:
+            self.link.forget(ours.job)
+            if not done:
+                self.link.tell(m.StopPrefill(ours.job))
+
+    async def generate(self, reservation: Reservation, first: Sequence[FirstToken] = ()) -> None:
+        ours = _own(reservation)
+        self.link.check()
+        drawn = [(token.choice, token.token_id) for token in first]
+        done = [token.choice for token in first if token.finish is not None]
+        self.link.tell(m.Generate(ours.job, drawn, done))
+
+    def _handle(self, block: m.Block) -> Handle:
+        size = self.spec.fingerprint.block_bytes
+        return Handle(
+            key=block.key,
+            fingerprint=self.spec.fingerprint.digest(),
+            owner=self.owner,
+            epoch=self.epoch,
+            generation=block.generation,
+            tokens=block.tokens,
+            segments=(Segment(0, block.slot * size, size),),
+            checksum=block.checksum,
+        )
+
+    # ---- late reads
+
+    def own(self, task: asyncio.Task[None]) -> None:
+        """Keep a task of a reservation that outlives it."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def quarantine(self, slots: Sequence[int]) -> None:
+        """Count slots that late reads may write to. Above the cap the engine is given up."""
+        self._quarantined.update(slots)
+        if len(self._quarantined) > QUARANTINE_CAP * self.spec.pool_blocks:
+            self.link.fail(BatonError(Reason.ENGINE_FAILED, f"{len(self._quarantined)} slots wait for late reads"))
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """These late reads are over."""
+        self._quarantined.difference_update(slots)
+        self.link.tell(m.Settle(list(slots)))
+
+    # ---- state
+
+    def stats(self) -> EngineStats:
+        return self._page.read()
+
+    async def check_integrity(self) -> list[str]:
+        call = self._next_job = self._next_job + 1
+        answer = await self.link.ask(call, m.Check(call), CALL_S)
+        assert isinstance(answer, m.Answer)
+        waiting = [f"slot {slot} waits for a late read" for slot in sorted(self._quarantined)]
+        return answer.findings + waiting
+
+    async def clear_cache(self) -> int:
+        call = self._next_job = self._next_job + 1
+        answer = await self.link.ask(call, m.Clear(call), CALL_S)
+        assert isinstance(answer, m.Answer)
+        return answer.count
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._link is not None:
+            await self._link.close()
+
+
+class TorchReservation(Reservation):
+    """Slots of one request in the child's pool. `names` are the keys of the prompt's blocks, partial tail included."""
+
+    def __init__(
+        self,
+        engine: TorchEngine,
+        job: int,
+        request: Request,
+        names: list[bytes],
+        prompt_tokens: int,
+        slots: list[int],
+        hit_tokens: int,
+    ) -> None:
+        self.request = request
+        self.job = job
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = hit_tokens
+        self.hit_tokens = hit_tokens
+        self._engine = engine
+        self._names = names
+        self._slots = slots
+        self._released = False
+
+    async def load(self, first_block: int, handles: Sequence[Handle], reader: Reader, deadline: float) -> ReadReport:
+        size = self._engine.spec.block_size
+        have = -(-self.cached_tokens // size)
+        blocks: list[BlockRead] = []
+        wanted: list[tuple[int, Handle]] = []
+        for number, handle in enumerate(handles, start=first_block):
+            reason = self._refusal(number, handle) if number >= have else None
+            if reason is None and number >= have and first_block > have:
+                reason = Reason.KV_BAD_HANDLE  # a gap: nothing after it can be used
+            blocks.append(BlockRead(handle, self._offset(number) if number < len(self._slots) else 0, reason))
+            if reason is not None:
+                blocks += [BlockRead(rest, 0, reason) for rest in handles[len(blocks) :]]
+                break
+            if number >= have:
+                wanted.append((number, handle))
+        if not wanted:
+            return ReadReport(blocks, 0, 0.0)
+        report = await self._read(wanted, reader, deadline)
+        skipped = wanted[0][0] - first_block
+        good = report.verified_prefix()
+        if good:
+            last, handle = wanted[good - 1]
+            self.cached_tokens = last * size + handle.tokens
+            self._engine.link.tell(m.Commit(self.job, self.cached_tokens))
+        rest = blocks[skipped + len(wanted) :]
+        merged = [*blocks[:skipped], *report.blocks, *rest]
+        await self._swap_late(report)
+        return ReadReport(merged, report.bytes, report.seconds, report.late, report.settled)
+
+    def _refusal(self, number: int, handle: Handle) -> Reason | None:
+        spec = self._engine.spec
+        if handle.fingerprint != spec.fingerprint.digest():
+            return Reason.KV_LAYOUT_MISMATCH
+        if number >= len(self._names) or handle.key != self._names[number]:
+            return Reason.KV_BAD_HANDLE
+        tokens = min(spec.block_size, self.prompt_tokens - number * spec.block_size)
+        if handle.tokens != tokens or handle.length != spec.fingerprint.block_bytes:
+            return Reason.KV_BAD_HANDLE
+        return None
+
+    def _offset(self, number: int) -> int:
+        return self._slots[number] * self._engine.spec.fingerprint.block_bytes
+
+    async def _read(self, wanted: list[tuple[int, Handle]], reader: Reader, deadline: float) -> ReadReport:
+        """The read itself. When the caller is cancelled, its slots leave the reservation until the read is over."""
+        offsets = [self._offset(number) for number, _ in wanted]
+        task = asyncio.create_task(reader.read([h for _, h in wanted], offsets, deadline), name="kv read")  # noqa: RUF006 - shielded, then owned
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                self._set_aside([number for number, _ in wanted])
+                slots = [offset // self._engine.spec.fingerprint.block_bytes for offset in offsets]
+                self._engine.own(asyncio.create_task(self._outlive(task, slots), name="late kv read"))
+            raise
+
+    def _set_aside(self, numbers: list[int]) -> None:
+        self._engine.quarantine([self._slots[n] for n in numbers])
+        self._engine.link.tell(m.Swap(self.job, numbers))
+
+    async def _outlive(self, read: asyncio.Task[ReadReport], slots: list[int]) -> None:
+        try:
+            report = await read
+            if report.settled is not None:
+                await report.settled
+        finally:
+            self._engine.settle(slots)
+
+    async def _swap_late(self, report: ReadReport) -> None:
+        """Late slots are exchanged for new ones and quarantined until the read has settled."""
+        if not report.late or report.settled is None:
+            return
+        block_bytes = self._engine.spec.fingerprint.block_bytes
+        late = [offset // block_bytes for offset in report.late]
+        numbers = [self._slots.index(slot) for slot in late]
+        self._engine.quarantine(late)
+        self._engine.own(asyncio.create_task(self._settle_late(report.settled, late), name="late kv read"))
+        answer = await self._engine.link.ask(self.job, m.Swap(self.job, numbers), CALL_S)
+        if not isinstance(answer, m.Swapped) or not answer.slots:
+            raise BatonError(Reason.NO_CAPACITY, "no block to take a late one's place")
+        self._slots = answer.slots
+
+    async def _settle_late(self, settled: asyncio.Future[None], slots: list[int]) -> None:
+        await asyncio.shield(settled)
+        self._engine.settle(slots)
+
+    async def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self._engine.link.tell(m.Release(self.job))
+
+
+def _own(reservation: Reservation) -> TorchReservation:
+    if not isinstance(reservation, TorchReservation):
+        raise TypeError(f"a {type(reservation).__name__} is no reservation of this engine")
+    return reservation
+
+
+def _logprob(entry: m.Logprob | None) -> TokenLogprob | None:
+    if entry is None:
+        return None
+    token, value, top = entry
+    return TokenLogprob(token, value, tuple((t, v) for t, v in top))
+
+
+def _token_event(token: m.Token) -> TokenEvent:
+    return TokenEvent(
+        token.uid,
+        token.attempt,
+        token.choice,
+        token.offset,
+        tuple(token.ids),
+        tuple(entry for entry in map(_logprob, token.logprobs) if entry is not None),
+        FinishReason(token.finish) if token.finish else None,
+        Reason.from_name(token.error) if token.error else None,
+        token.message,
+    )
+
+
+def _prefill_done(message: m.Prefilled, cached_tokens: int) -> PrefillDone:
+    first = tuple(
+        FirstToken(choice, token, _logprob(entry), FinishReason(finish) if finish else None)
+        for choice, token, finish, entry in message.first
+    )
+    return PrefillDone(first, cached_tokens, tuple(map(_logprob, message.prompt_logprobs)))

@@ -1,0 +1,564 @@
+"""Continuous batching: what each step computes, and what follows from it.
+
+A step mixes one token of every running sequence with chunks of prompts, oldest first, up to `chunk_tokens`. When the
+pool runs out in mid-decode the youngest sequence gives its blocks up and is computed again later; its tokens are kept.
+
+Every method is called under the engine's lock, except that the forward pass between `plan` and `apply` runs without
+it: jobs released meanwhile keep their blocks until `apply`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, SamplingParams, TokenEvent, TokenLogprob
+from baton.engine.torch.pool import BlockPool, PoolFull
+from baton.engine.torch.sequence import Job, Phase, Sequence
+from baton.errors import BatonError, Reason
+from baton.kv.keys import chain
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one engine takes. `max_jobs` bounds reservations, queued ones included."""
+
+    block_size: int
+    chunk_tokens: int
+    max_streams: int
+    max_jobs: int
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One sequence's part of a step: `count` tokens from `sequence.computed` on. `logits`: none, last or all."""
+
+    sequence: Sequence
+    count: int
+    logits: str
+
+
+@dataclass
+class Draw:
+    """One token to sample from the logits of a sequence's last row."""
+
+    sequence: Sequence
+    choice: int
+    params: SamplingParams
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was sampled."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+@dataclass
+class Outcome:
+    """What a step, or a message, has to tell."""
+
+    tokens: list[TokenEvent] = field(default_factory=list)
+    announce: list[Job] = field(default_factory=list)
+    prefilled: list[tuple[Job, PrefillDone]] = field(default_factory=list)
+    failed: list[tuple[Job, Reason, str]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Jobs, their sequences, and the pool. `copy_slot(src, dst)` and `zero_tail(slot, tokens)` touch the bytes."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        copy_slot: Callable[[int, int], None],
+        zero_tail: Callable[[int, int], None],
+    ) -> None:
+        self.pool = pool
+        self.limits = limits
+        self._copy_slot = copy_slot
+        self._zero_tail = zero_tail
+        self._jobs: dict[int, Job] = {}
+        self._live: set[tuple[str, int]] = set()
+        self._running: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._in_step: set[Job] = set()
+        self._order = 0
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        self.prefill_tokens_computed = 0
+        self.output_tokens = 0
+
+    # ---- reservations
+
+    def job(self, id: int) -> Job | None:
+        """The live job of that number, if it is."""
+        job = self._jobs.get(id)
+        return None if job is None or job.released else job
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is between `plan` and the end of `apply`."""
+        return bool(self._in_step)
+
+    @property
+    def running(self) -> int:
+        """Sequences that generate."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences whose prompt is not computed yet."""
+        return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that wait to be computed."""
+        return sum(s.remaining for s in self._waiting)
+
+    @property
+    def pinned(self) -> int:
+        """Slots that somebody holds."""
+        return len(self.pool) - self.pool.available - self.pool.quarantined
+
+    def reserve(self, id: int, request: Request, keys: list[bytes], tail_key: bytes, decode_room: bool) -> Job:
+        """Pin prefix hits and take the rest, all or nothing. Raises BatonError (see `Engine.reserve`)."""
+        prompt = [*request.prompt_ids, *request.emitted_ids]
+        self._validate(request, prompt)
+        if (request.uid, request.attempt) in self._live:
+            raise BatonError(Reason.DUPLICATE_REQUEST, f"{request.uid}/{request.attempt} is already here", param="uid")
+        if len(self._jobs) >= self.limits.max_jobs:
+            raise BatonError(Reason.NO_CAPACITY, f"{len(self._jobs)} requests are here already")
+        size = self.limits.block_size
+        hits: list[int] = []
+        if request.sampling.prompt_logprobs is None:
+            hits = self.pool.match(keys[: (len(prompt) - 1) // size])
+        blocks = -(-len(prompt) // size)
+        self.pool.hold(hits)
+        try:
+            fresh = self.pool.take(blocks - len(hits) + decode_room)
+        except PoolFull as full:
+            self.pool.drop(reversed(hits))
+            raise BatonError(Reason.NO_CAPACITY, str(full)) from full
+        self._order += 1
+        job = Job(id, request, self._order, prompt, hit_tokens=len(hits) * size)
+        job.primary = Sequence(
+            job, request.choices[0], list(prompt), hits + fresh, job.hit_tokens, len(hits), [*keys], forks=True
+        )
+        job.primary.keys.append(tail_key)
+        job.sequences = [job.primary]
+        self._jobs[id] = job
+        self._live.add((request.uid, request.attempt))
+        self.prompt_tokens += len(prompt)
+        self.cached_prompt_tokens += job.hit_tokens
+        return job
+
+    def _validate(self, request: Request, prompt: list[int]) -> None:
+        limits = self.limits
+        if not prompt:
+            raise BatonError(Reason.INVALID_REQUEST, "the prompt is empty", param="prompt_ids")
+        if max(prompt) >= limits.vocab_size or min(prompt) < 0:
+            raise BatonError(
+                Reason.INVALID_REQUEST, f"a token id is outside 0...{limits.vocab_size - 1}", param="prompt_ids"
+            )
+        biased = request.sampling.logit_bias
+        if biased and (max(biased) >= limits.vocab_size or min(biased) < 0):
+            raise BatonError(
+                Reason.INVALID_REQUEST, f"a biased id is outside 0...{limits.vocab_size - 1}", param="logit_bias"
+            )
+        if len(prompt) + 1 > limits.max_context:
+            raise BatonError(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                f"{len(prompt)} prompt tokens leave no room in a context of {limits.max_context}",
+                param="prompt_ids",
+            )
+        if request.sampling.max_tokens <= len(request.emitted_ids):
+            raise BatonError(Reason.INVALID_REQUEST, "max_tokens leaves nothing to generate", param="max_tokens")
+
+    def commit(self, job: Job, tokens: int) -> None:
+        """The first `tokens` of the prompt have verified KV: full blocks become prefix hits for others."""
+        primary = job.primary
+        if job.phase is not Phase.RESERVED or tokens > len(job.prompt):
+            return
+        primary.computed = max(primary.computed, tokens)
+        self._seal_full(primary)
+
+    def swap(self, job: Job, blocks: list[int]) -> list[int]:
+        """Quarantine the slots of prompt blocks that a late read may still write; the prompt's slots after it.
+
+        Empty when the pool has no replacement: the job cannot go on.
+        """
+        slots = job.primary.slots
+        for block in blocks:
+            self.pool.quarantine(slots[block])
+        try:
+            fresh = self.pool.take(len(blocks))
+        except PoolFull:
+            job.primary.slots = [s for i, s in enumerate(slots) if i not in set(blocks)]
+            self._forget(job)
+            return []
+        for block, slot in zip(blocks, fresh, strict=True):
+            slots[block] = slot
+        return slots[: -(-len(job.prompt) // self.limits.block_size)]
+
+    def release(self, job: Job) -> None:
+        """Give everything back; a job inside the running step does so when the step ends."""
+        job.released = True
+        if job not in self._in_step:
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        job.phase = Phase.ENDED
+        job.released = True
+        for sequence in job.sequences:
+            self._leave(sequence)
+        job.sequences = []
+        if self._jobs.pop(job.id, None) is not None:
+            self._live.discard((job.request.uid, job.request.attempt))
+
+    def _leave(self, sequence: Sequence) -> None:
+        for line in (self._running, self._waiting):
+            if sequence in line:
+                line.remove(sequence)
+        # Last block first: a prefix is evicted from its end, so what stays can still be matched.
+        self.pool.drop(reversed(sequence.slots))
+        sequence.slots = []
+
+    # ---- starting work
+
+    def prefill(self, job: Job) -> None:
+        """Compute the prompt for a peer."""
+        if job.phase is not Phase.RESERVED:
+            return
+        job.phase = Phase.PREFILL
+        self._ready_prompt(job)
+
+    def stop_prefill(self, job: Job) -> None:
+        """Compute no further; blocks stay held."""
+        if job.phase is Phase.PREFILL and job.primary in self._waiting:
+            self._waiting.remove(job.primary)
+
+    def generate(self, job: Job, first: list[tuple[int, int]], done: list[int]) -> None:
+        """Start the choices, with first tokens that were drawn elsewhere when there are any."""
+        if job.phase not in (Phase.RESERVED, Phase.PREFILL):
+            return
+        self.stop_prefill(job)
+        job.phase = Phase.GENERATE
+        job.first = dict(first)
+        for choice in done:
+            job.finished[choice] = FinishReason.STOP
+        if len(job.finished) == len(job.request.choices):
+            self._forget(job)
+        elif job.first and job.primary.computed == len(job.prompt):
+            self._fork(job)
+        else:
+            self._ready_prompt(job)
+
+    def _ready_prompt(self, job: Job) -> None:
+        primary = job.primary
+        if primary.computed == len(job.prompt) and not job.first:
+            self._reopen_last(primary)
+        self._waiting.append(primary)
+
+    def _reopen_last(self, primary: Sequence) -> None:
+        """Its last token must be computed again, for its logits: into a block of our own, for sealed ones stay."""
+        primary.computed -= 1
+        last = primary.computed // self.limits.block_size
+        if self.pool.slot(primary.slots[last]).tokens:
+            primary.sealed = last
+            self._own_copy(primary, last)
+
+    # ---- steps
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._running or self._waiting)
+
+    def plan(self, outcome: Outcome) -> list[Work]:
+        """The next step. Requests past their deadline, or that cannot go on, are told in `outcome`."""
+        self._expire(outcome)
+        work = [Work(s, 1, "last") for s in self._decodable(outcome)]
+        budget = self.limits.chunk_tokens
+        slots = self.limits.max_streams - len(self._running)
+        for sequence in list(self._waiting):
+            if budget <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
+                continue
+            if not self._has_blocks(sequence):
+                break  # first come, first served: nobody overtakes one that waits for blocks
+            count = min(budget, sequence.remaining)
+            budget -= count
+            slots -= sequence.job.phase is Phase.GENERATE
+            work.append(Work(sequence, count, self._logits(sequence, count)))
+        self._in_step = {w.sequence.job for w in work}
+        return work
+
+    def _logits(self, sequence: Sequence, count: int) -> str:
+        job = sequence.job
+        if sequence.forks and job.wants_prompt_logprobs and not job.first:
+            return "all"
+        if count < sequence.remaining or (sequence.forks and job.first):
+            return "none"
+        return "last"
+
+    def _expire(self, outcome: Outcome) -> None:
+        now = time.time()
+        late = {s.job for line in (self._running, self._waiting) for s in line if s.job.request.deadline < now}
+        for job in late:
+            self._fail(job, Reason.DEADLINE_EXCEEDED, "the request's deadline has passed", outcome)
+
+    def _fail(self, job: Job, reason: Reason, message: str, outcome: Outcome) -> None:
+        if job.phase is Phase.PREFILL:
+            outcome.failed.append((job, reason, message))
+            self.stop_prefill(job)
+            return
+        request = job.request
+        event = TokenEvent(request.uid, request.attempt, request.choices[0], 0, error=reason, message=message)
+        outcome.tokens.append(event)
+        self._forget(job)
+
+    def _decodable(self, outcome: Outcome) -> list[Sequence]:
+        """Running sequences with room for their next token; others give way, youngest first, until there is."""
+        for sequence in sorted(self._running, key=lambda s: s.job.order):
+            while sequence in self._running and not self._grow(sequence):
+                victim = max(self._running, key=lambda s: s.job.order)
+                if victim is sequence and len(self._running) == 1 and not self._others_hold(sequence):
+                    self._fail(sequence.job, Reason.NO_CAPACITY, "the KV pool is smaller than this request", outcome)
+                else:
+                    self._preempt(victim)
+        return list(self._running)
+
+    def _others_hold(self, sequence: Sequence) -> bool:
+        return self.pinned > len(set(sequence.slots))
+
+    def _grow(self, sequence: Sequence) -> bool:
+        needed = -(-len(sequence.tokens) // self.limits.block_size)
+        if needed <= len(sequence.slots):
+            return True
+        try:
+            sequence.slots += self.pool.take(needed - len(sequence.slots))
+        except PoolFull:
+            return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self.pool.drop(reversed(sequence.slots))
+        sequence.slots, sequence.computed, sequence.sealed = [], 0, 0
+        self._waiting.insert(0, sequence)
+        self.preemptions += 1
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for all its tokens: held since the reservation, or taken again after a preemption."""
+        if sequence.slots:
+            return self._grow(sequence)
+        size = self.limits.block_size
+        hits = self.pool.match(sequence.keys[: min(len(sequence.keys), (len(sequence.tokens) - 1) // size)])
+        self.pool.hold(hits)
+        try:
+            fresh = self.pool.take(-(-len(sequence.tokens) // size) - len(hits))
+        except PoolFull:
+            self.pool.drop(reversed(hits))
+            return False
+        sequence.slots = hits + fresh
+        sequence.computed, sequence.sealed = len(hits) * size, len(hits)
+        return True
+
+    def computed(self, work: list[Work]) -> list[Draw]:
+        """The forward pass is over: count it, seal full blocks, and say what to draw, in the order of `work`."""
+        draws: list[Draw] = []
+        for item in work:
+            sequence, job = item.sequence, item.sequence.job
+            sequence.computed += item.count
+            if sequence in self._waiting:
+                self.prefill_tokens_computed += item.count
+            if job.released:
+                continue
+            self._seal_full(sequence)
+            if sequence.remaining or (sequence.forks and job.first):
+                continue
+            request = job.request
+            choices = request.choices if sequence.forks else (sequence.choice,)
+            output = sequence.tokens[len(request.prompt_ids) :]
+            draws += [Draw(sequence, c, request.sampling, [*request.prompt_ids], output) for c in choices]
+        return draws
+
+    def apply(self, work: list[Work], draws: list[Draw], drawn: list[Drawn], outcome: Outcome) -> None:
+        """Take the drawn tokens in and free what was released during the step."""
+        by_sequence: dict[Sequence, list[tuple[int, Drawn]]] = {}
+        for draw, token in zip(draws, drawn, strict=True):
+            by_sequence.setdefault(draw.sequence, []).append((draw.choice, token))
+        for item in work:
+            sequence, job = item.sequence, item.sequence.job
+            if job.released:
+                continue
+            if job.phase is Phase.PREFILL:
+                outcome.announce.append(job)
+            if sequence.remaining:
+                continue
+            if not sequence.forks:
+                self._continue(sequence, by_sequence[sequence][0][1], outcome)
+            elif job.phase is Phase.PREFILL:
+                self._end_prefill(job, by_sequence[sequence], outcome)
+            elif job.phase is Phase.GENERATE:
+                self._start_choices(job, by_sequence.get(sequence, []), outcome)
+        stepped, self._in_step = self._in_step, set()
+        for job in stepped:
+            if job.released and job.phase is not Phase.ENDED:
+                self._forget(job)
+
+    def _seal_full(self, sequence: Sequence) -> None:
+        size = self.limits.block_size
+        while (sequence.sealed + 1) * size <= sequence.computed:
+            i = sequence.sealed
+            if len(sequence.keys) <= i or (i * size + size > len(sequence.job.prompt)):
+                # Past the prompt's full blocks: the chain goes on over its tail and what was generated.
+                parent = sequence.keys[i - 1] if i else sequence.job.request.key_root
+                sequence.keys[i:] = [chain(parent, sequence.tokens[i * size : (i + 1) * size])]
+            if not self.pool.slot(sequence.slots[i]).tokens:
+                self.pool.seal(sequence.slots[i], sequence.keys[i], size, index_it=True)
+            sequence.sealed += 1
+
+    def seal_tail(self, job: Job) -> None:
+        """Make the prompt's partial last block announceable: private, its tail zeroed."""
+        size = self.limits.block_size
+        tokens = len(job.prompt) % size
+        slot = job.primary.slots[len(job.prompt) // size] if tokens else -1
+        if tokens and not self.pool.slot(slot).tokens:
+            self._zero_tail(slot, tokens)
+            self.pool.seal(slot, job.primary.keys[len(job.prompt) // size], tokens, index_it=False)
+
+    def _end_prefill(self, job: Job, drawn: list[tuple[int, Drawn]], outcome: Outcome) -> None:
+        self.stop_prefill(job)
+        self.seal_tail(job)
+        first = tuple(
+            FirstToken(choice, token.token_id, token.logprob, self._finish(job, len(job.prompt) + 1, token.token_id))
+            for choice, token in drawn
+        )
+        self.output_tokens += len(first)
+        outcome.prefilled.append((job, PrefillDone(first, job.hit_tokens, tuple(job.prompt_logprobs))))
+
+    def _start_choices(self, job: Job, drawn: list[tuple[int, Drawn]], outcome: Outcome) -> None:
+        """The prompt is computed here: fork, with the tokens just drawn or those given."""
+        if job.first:
+            self._fork(job)
+            return
+        job.first = {choice: token.token_id for choice, token in drawn}
+        for choice, token in drawn:
+            self._tell(job, choice, len(job.prompt) + 1, token, outcome)
+        self._fork(job)
+
+    def _fork(self, job: Job) -> None:
+        """One sequence for each unfinished choice: full blocks shared, the tail copied for all but one."""
+        primary, size = job.primary, self.limits.block_size
+        if primary in self._waiting:
+            self._waiting.remove(primary)
+        open_choices = [c for c in job.request.choices if c not in job.finished]
+        full = len(job.prompt) // size
+        tail = len(job.prompt) % size
+        if tail and self.pool.slot(primary.slots[full]).tokens:
+            self._own_copy(primary, full)  # announced or loaded: decoding appends to a copy
+        sequences: list[Sequence] = []
+        for number, choice in enumerate(open_choices):
+            sequence = Sequence(
+                job,
+                choice,
+                [*job.prompt, job.first[choice]],
+                primary.slots if number == 0 else [],
+                len(job.prompt) if number == 0 else 0,
+                min(primary.sealed, full),
+                primary.keys[:full],
+            )
+            if number:
+                self._share(primary, sequence, full, tail)
+            sequences.append(sequence)
+        job.sequences = sequences
+        if not sequences:
+            job.sequences = [primary]
+            self._forget(job)
+            return
+        self._running += [s for s in sequences if s.slots]
+        self._waiting[:0] = [s for s in sequences if not s.slots]
+
+    def _own_copy(self, primary: Sequence, block: int) -> None:
+        """Replace a sealed block by an open copy. Raises BatonError(NO_CAPACITY) when there is no slot for it."""
+        try:
+            (fresh,) = self.pool.take(1)
+        except PoolFull as full:
+            # The decode room taken at the reservation stands behind the prompt.
+            if len(primary.slots) <= -(-len(primary.job.prompt) // self.limits.block_size):
+                raise BatonError(Reason.NO_CAPACITY, str(full)) from full
+            fresh = primary.slots.pop()
+        self._copy_slot(primary.slots[block], fresh)
+        self.pool.drop([primary.slots[block]])
+        primary.slots[block] = fresh
+
+    def _share(self, primary: Sequence, sequence: Sequence, full: int, tail: int) -> None:
+        """Without a block for its tail a choice waits, as if preempted, and computes its prompt again."""
+        shared = primary.slots[:full]
+        fresh: list[int] = []
+        if tail:
+            try:
+                fresh = self.pool.take(1)
+            except PoolFull:
+                sequence.sealed = 0
+                return
+            self._copy_slot(primary.slots[full], fresh[0])
+        self.pool.hold(shared)
+        sequence.slots = shared + fresh
+        sequence.computed = len(sequence.job.prompt)
+
+    def _continue(self, sequence: Sequence, token: Drawn, outcome: Outcome) -> None:
+        """A drawn token of one choice: tell it, and go on or end."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+            self._running.append(sequence)
+        sequence.tokens.append(token.token_id)
+        finish = self._tell(sequence.job, sequence.choice, len(sequence.tokens), token, outcome)
+        if finish is None:
+            return
+        self._leave(sequence)
+        sequence.job.sequences.remove(sequence)
+        if not sequence.job.sequences:
+            self._forget(sequence.job)
+
+    def _finish(self, job: Job, length: int, token: int) -> FinishReason | None:
+        """Whether a token, the last of `length` prompt and output tokens, ends its choice."""
+        params = job.request.sampling
+        output = length - len(job.request.prompt_ids)
+        stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)
+        if stops and output > params.min_tokens:
+            return FinishReason.STOP
+        if output >= params.max_tokens or length >= self.limits.max_context:
+            return FinishReason.LENGTH
+        return None
+
+    def _tell(self, job: Job, choice: int, length: int, token: Drawn, outcome: Outcome) -> FinishReason | None:
+        """One event; a token that stops its choice is no output."""
+        finish = self._finish(job, length, token.token_id)
+        ids: tuple[int, ...] = () if finish is FinishReason.STOP else (token.token_id,)
+        logprobs = (token.logprob,) if ids and token.logprob else ()
+        offset = length - 1 - len(job.request.prompt_ids)
+        request = job.request
+        outcome.tokens.append(TokenEvent(request.uid, request.attempt, choice, offset, ids, logprobs, finish))
+        self.output_tokens += len(ids)
+        if finish is not None:
+            job.finished[choice] = finish
+        return finish
+
+    # ---- leak check
+
+    def check_integrity(self) -> list[str]:
+        """Findings of the pool, and every reservation that is live; empty when idle and clean."""
+        holders = Counter(slot for job in self._jobs.values() for s in job.sequences for slot in s.slots)
+        found = self.pool.check_integrity(holders)
+        found += [f"request {j.request.uid}/{j.request.attempt} is {j.phase.name.lower()}" for j in self._jobs.values()]
+        return found
