@@ -162,11 +162,14 @@ def _first_completion(home: Home, url: str, children: list[_Child], progress: Pr
             content = json.loads(answer or b"{}")
         except ValueError:
             content = {}
-        why[0] = answer.decode(errors="replace")[:300] or "no answer"
-        return isinstance(content, dict) and content.get("ready") is True
+        if not isinstance(content, dict):
+            return False
+        missing = [f"{one.get('part')}: {one.get('why')}" for one in content.get("missing") or []]
+        why[0] = "; ".join(missing) or answer.decode(errors="replace")[:300] or "no answer"
+        return content.get("ready") is True
 
     progress.step("ready", "waiting")
-    _wait_for(ready, children, READY_S, lambda: f"the run does not become ready; {url}/ready says: {why[0]}")
+    _wait_for(ready, children, READY_S, lambda: f"the run does not become ready ({why[0]})")
     progress.step("ready", "ready")
     progress.step("completion", "waiting")
     with _http(ANSWER_S) as client:

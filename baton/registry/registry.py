@@ -82,6 +82,7 @@ class Registry:
         self._background = background
         self._root = f"/baton/v1/{cluster}"
         self._registrations: list[Registration] = []
+        self._claims: dict[str, tuple[LeasedKey, Registration]] = {}
         self._views: dict[Kind, View[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -122,31 +123,43 @@ class Registry:
         """The card that stands for this served name: ours, unless another process came first.
 
         We then help to keep it: a card lives as long as one process that claimed it. Raises BatonError
-        REGISTRY_UNAVAILABLE when etcd does not answer in time; claim again then.
+        REGISTRY_UNAVAILABLE when etcd does not answer in time; claim again then. Claiming again is also right whenever
+        the card may have changed hands.
         """
-        key = LeasedKey(self._client, self._key("models", card.model).encode(), encode(card), Policy.FIRST)
-        claim = self._keep(key)
+        value = encode(card)
+        key, claim = self._claims.get(card.model, (None, None))
+        if key is None or claim is None or key.value != value:
+            key = LeasedKey(self._client, self._key("models", card.model).encode(), value, Policy.FIRST)
+            claim = self._keep(key)
+        else:
+            key.set(value)  # asks again at once
         if not await claim.registered(timeout_s) or key.standing is None:
-            await claim.withdraw()
+            await self._drop_claim(card.model, claim)
             raise BatonError(
                 Reason.REGISTRY_UNAVAILABLE, f"etcd did not answer about the card of {card.model} in {timeout_s:g} s"
             )
         standing = json_format.Parse(key.standing, registry_pb2.ModelCard(), ignore_unknown_fields=True)
         if standing == card:
-            self._registrations.append(claim)
+            self._claims[card.model] = (key, claim)
         else:
-            await claim.withdraw()
+            await self._drop_claim(card.model, claim)
         return standing
 
     async def close(self) -> None:
         """Withdraw every registration, stop every watch, close the channels. Idempotent."""
-        await asyncio.gather(*(registration.withdraw() for registration in self._registrations))
+        leaving = [*self._registrations, *(claim for _, claim in self._claims.values())]
         self._registrations.clear()
+        self._claims.clear()
+        await asyncio.gather(*(registration.withdraw() for registration in leaving))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(view.close() for view in self._views.values()))
         await self._client.close()
+
+    async def _drop_claim(self, model: str, claim: Registration) -> None:
+        self._claims.pop(model, None)
+        await claim.withdraw()
 
     def _key(self, kind: Kind, id: str) -> str:
         return f"{self._root}/{kind}/{id}"

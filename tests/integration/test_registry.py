@@ -360,6 +360,8 @@ async def test_card_of_the_first_stands_while_anyone_keeps_it(etcd: EtcdServer) 
         async with registry(etcd.address) as first:
             assert await first.claim_card(card) == card
             assert await second.claim_card(card) == card
+            assert await second.claim_card(card) == card
+            assert len(second._tasks) == 1
             async with registry(etcd.address) as third:
                 assert await third.claim_card(another) == card
         async with client(etcd.address) as raw, asyncio.timeout(HANG_S):
