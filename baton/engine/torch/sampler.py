@@ -1,0 +1,160 @@
+"""From logits to tokens: penalties and masks, then temperature, top-k, top-p, min-p, then one draw.
+
+The order: log-probabilities are taken from the logits as they come; then `logit_bias`, repetition penalty (prompt and
+output), presence and frequency penalty (output), the mask on ends until `min_tokens`, the grammar's mask; then
+temperature, and top-k, top-p (of what top-k left) and min-p, each as a threshold: tokens that tie with the last one
+kept are kept. The draw inverts the cumulative distribution of what is kept, in the order of token ids, at one
+counter-based uniform number: it depends on the request's seed, choice and output index, and not on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.port import SamplingParams, TokenLogprob
+from baton.engine.torch.noise import uniform
+
+CANDIDATES = 128
+"""Most likely tokens looked at for top-p before all of the vocabulary is sorted."""
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """What one draw depends on besides its logits. `output_ids` are all output tokens so far, resumed ones included.
+
+    `mask`: the tokens a grammar allows, bool [vocab], or None.
+    """
+
+    params: SamplingParams
+    choice: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    eos_token_ids: Sequence[int] = ()
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A drawn token, with its log-probability when the request wanted it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
+    """Draw one token for each row of `logits` [rows, vocab] (float32, not changed)."""
+    if not states:
+        return []
+    with torch.inference_mode():
+        adjusted = _adjusted(logits, states)
+        drawing = [row for row, state in enumerate(states) if state.params.temperature > 0]
+        tokens: list[int] = adjusted.argmax(-1).tolist() if len(drawing) < len(states) else [0] * len(states)
+        if drawing:
+            rows = adjusted if len(drawing) == len(states) else adjusted[drawing]
+            for row, token in zip(drawing, _draw(rows, [states[row] for row in drawing]), strict=True):
+                tokens[row] = token
+    logprobs = token_logprobs(logits, tokens, [state.params.logprobs for state in states])
+    return [Sampled(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[TokenLogprob | None]:
+    """The log-probability of `token_ids[i]` in row i with those of the `counts[i]` most likely; None: not wanted."""
+    found: list[TokenLogprob | None] = [None] * len(token_ids)
+    wanted = [row for row, count in enumerate(counts) if count is not None]
+    if not wanted:
+        return found
+    with torch.inference_mode():
+        rows = torch.log_softmax(logits[wanted], -1)
+        chosen = torch.tensor([[token_ids[row]] for row in wanted], device=rows.device)
+        own = rows.gather(1, chosen).flatten().tolist()
+        values, ids = rows.topk(min(max(counts[row] or 0 for row in wanted), rows.shape[-1]), -1)
+    for row, logprob, best_ids, best in zip(wanted, own, ids.tolist(), values.tolist(), strict=True):
+        top = tuple(zip(best_ids, best, strict=True))[: counts[row]]
+        found[row] = TokenLogprob(token_ids[row], logprob, top)
+    return found
+
+
+def _adjusted(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    """The logits after bias, penalties and masks; the same tensor when no row has any."""
+    changed = logits
+    for row, state in enumerate(states):
+        if _is_plain(state):
+            continue
+        if changed is logits:
+            changed = logits.clone()
+        _adjust(changed[row], state)
+    return changed
+
+
+def _is_plain(state: SamplingState) -> bool:
+    p = state.params
+    penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+    return not (p.logit_bias or penalties or state.mask is not None or len(state.output_ids) < p.min_tokens)
+
+
+def _adjust(row: Tensor, state: SamplingState) -> None:
+    params, device = state.params, row.device
+    if params.logit_bias:
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=device)
+        row[torch.tensor(list(params.logit_bias), device=device)] += bias
+    if params.repetition_penalty != 1.0:
+        ids = torch.tensor(sorted({*state.prompt_ids, *state.output_ids}), dtype=torch.long, device=device)
+        values = row[ids]
+        row[ids] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and state.output_ids:
+        unique, counts = np.unique(state.output_ids, return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * counts
+        row[torch.tensor(unique, device=device)] -= torch.tensor(penalty, dtype=row.dtype, device=device)
+    if len(state.output_ids) < params.min_tokens:
+        ends = [*state.eos_token_ids, *params.stop_token_ids]
+        row[torch.tensor(ends, dtype=torch.long, device=device)] = float("-inf")
+    if state.mask is not None:
+        row.masked_fill_(~state.mask, float("-inf"))
+
+
+def _draw(logits: Tensor, states: Sequence[SamplingState]) -> list[int]:
+    """One token a row from the filtered distribution at each row's temperature."""
+    temperature = torch.tensor([[s.params.temperature] for s in states], device=logits.device)
+    # The most likely token at 0: nothing overflows, however small the temperature.
+    x = (logits - logits.amax(-1, keepdim=True)) / temperature
+    weights = x.exp()
+    for row, state in enumerate(states):
+        threshold = _threshold(x[row], weights[row], state.params)
+        if threshold is not None:
+            weights[row].masked_fill_(x[row] < threshold, 0.0)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    noise = [[uniform(s.params.seed, s.choice, len(s.output_ids))] for s in states]
+    target = torch.tensor(noise, dtype=torch.float64, device=logits.device) * cumulative[:, -1:]
+    # The first token whose cumulative weight is beyond the target: never one of weight 0.
+    ids: list[int] = torch.searchsorted(cumulative, target, right=True).flatten().tolist()
+    return ids
+
+
+def _threshold(row: Tensor, weights: Tensor, params: SamplingParams) -> Tensor | None:
+    """The smallest kept value of one row (most likely token at 0), or None when all are kept."""
+    lowest: Tensor | None = None
+    if 0 < params.top_k < row.shape[0]:
+        lowest = row.topk(params.top_k).values[-1]
+    if params.top_p < 1:
+        kept = weights if lowest is None else weights * (row >= lowest)
+        reached = _top_p_threshold(row, kept.sum(dtype=torch.float64) * params.top_p)
+        lowest = reached if lowest is None else torch.maximum(lowest, reached)
+    if params.min_p > 0:
+        reached = row.new_tensor(params.min_p).log()
+        lowest = reached if lowest is None else torch.maximum(lowest, reached)
+    return lowest
+
+
+def _top_p_threshold(row: Tensor, goal: Tensor) -> Tensor:
+    """The value of the token at which the weights of the most likely ones reach `goal`."""
+    for count in (min(CANDIDATES, row.shape[0]), row.shape[0]):
+        best = row.topk(count).values
+        reached = int(torch.searchsorted(best.exp().cumsum(0, dtype=torch.float64), goal))
+        if reached < count:
+            return best[reached]
+    return best[-1]
