@@ -177,15 +177,15 @@ class Generation:
         if not left:
             return
         fresh = tuple(choice.index for choice in left if not choice.received)
-        self._judge(broken, resumed=len(fresh) < len(left))
+        begun = [choice for choice in left if choice.received]
+        self._judge(broken, resumed=bool(begun))
         if fresh:
             self._note(RouteReason.HANDBACK if broken.handback else RouteReason.REROUTED)
             await self._launch(fresh, (), broken.error)
-        for choice in left:
-            if choice.received and not choice.finished:
-                self._note(RouteReason.RESUMED)
-                self._backend.metrics.resumes.labels(broken.error.reason.name).inc()
-                await self._launch((choice.index,), choice.received, broken.error)
+        for choice in begun:
+            self._note(RouteReason.RESUMED)
+            self._backend.metrics.resumes.labels(broken.error.reason.name).inc()
+            await self._launch((choice.index,), choice.received, broken.error)
 
     def end_choice(self, index: int) -> None:
         """The frontend has seen enough of a choice (a stop string): take nothing more of it."""

@@ -286,6 +286,10 @@ class Stack:
         session = self.sessions.live().get(worker.id)
         return session is not None and session.connected
 
+    def connections(self) -> int:
+        """HTTP connections that are open."""
+        return len(self._server.server_state.connections) if self._server is not None else 0
+
     async def stop(self) -> None:
         assert self._server is not None
         self._server.should_exit = True
