@@ -58,7 +58,7 @@ class _Group:
 
 
 class PagedAttention:
-    """The attention of one batch, for every layer in turn: new KV is written to the pool, then all is read from there."""
+    """The attention of one batch, for each layer in turn: new KV is written to the pool, then all is read from it."""
 
     def __init__(self, batch: Batch, pool: KvPool, heads: int) -> None:
         self._pool = pool

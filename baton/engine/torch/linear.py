@@ -19,9 +19,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
         self.bytes = weight.numel() * weight.element_size()
-        self.packed = (
-            weight.device.type == "cpu" and weight.dtype in _PACKED_TYPES and torch.backends.mkldnn.is_available()
-        )
+        self.packed = weight.device.type == "cpu" and weight.dtype in _PACKED_TYPES and torch._C._has_mkldnn
         if self.packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         else:
