@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +24,18 @@ import torch
 
 from baton.engine.port import EngineSpec, EngineStats, PrefillDone, Request, Resume, TokenEvent, TokenLogprob
 from baton.engine.torch import messages as m
+from baton.engine.torch.batch import Batch, SequenceSlice
 from baton.engine.torch.config import ModelConfig, load_config
 from baton.engine.torch.kvpool import KvPool
-from baton.engine.torch.model import Model, SequenceStep
+from baton.engine.torch.model import Model
 from baton.engine.torch.page import StatsPage
 from baton.engine.torch.pool import BlockPool
 from baton.engine.torch.predict import StepCost
-from baton.engine.torch.sampler import SamplingState, prompt_logprobs, sample
+from baton.engine.torch.sampler import SamplingState, sample, token_logprobs
 from baton.engine.torch.scheduler import Draw, Drawn, Limits, Outcome, Scheduler, Work
 from baton.engine.torch.sequence import Job
 from baton.engine.torch.weights import load_weights
-from baton.errors import BatonError
+from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import checksum
 from baton.kv.keys import BLOCK_SIZE
@@ -69,6 +71,7 @@ class EngineProcess:
     def __init__(self, options: Options, connection: socket.socket, config: ModelConfig) -> None:
         dtype = getattr(torch, options.dtype)
         self._socket = connection
+        self._outbox: deque[object] = deque()
         self._send_lock = threading.Lock()
         self._wake = threading.Condition()
         """The engine's lock, and what the step loop sleeps on."""
@@ -91,6 +94,7 @@ class EngineProcess:
         self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail)
         self._cost = StepCost()
         self._steps = 0
+        self._checks: list[int] = []
         self._running_step = (0.0, 0.0)
         self._requests = msgspec.msgpack.Decoder(Request)
         layout = LayoutFingerprint(
@@ -113,10 +117,19 @@ class EngineProcess:
             eos_token_ids=config.eos_token_ids,
         )
 
-    def send(self, message: object) -> None:
-        """One message to the worker, from whichever thread. Blocks when the worker does not read: that is the bound."""
+    def send(self, *messages: object) -> None:
+        """To the worker, from whichever thread, in the order in which they were posted."""
+        self._outbox.extend(messages)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what was posted under the engine's lock, whose order it keeps: two threads cannot swap two messages.
+
+        Blocks while the worker does not read: that is the outbox's bound.
+        """
         with self._send_lock:
-            self._socket.sendall(m.frame(message))
+            while self._outbox:
+                self._socket.sendall(m.frame(self._outbox.popleft()))
 
     # ---- messages
 
@@ -129,11 +142,10 @@ class EngineProcess:
                 os._exit(0)
             message = m.to_engine.decode(stream.read(m.LENGTH.unpack(head)[0]))
             with self._wake:
-                answers = self._take(message)
+                self._outbox.extend(self._take(message))
                 self._publish()
                 self._wake.notify()
-            for answer in answers:
-                self.send(answer)
+            self._flush()
 
     def _take(self, message: m.ToEngine) -> list[object]:
         scheduler = self._scheduler
@@ -145,12 +157,15 @@ class EngineProcess:
                     self._pool.settle(slot)
                 return []
             case m.Check():
-                return [m.Answer(message.call, scheduler.check_integrity(), 0)]
+                self._checks.append(message.call)
+                return [] if scheduler.stepping else self._check()
             case m.Clear():
                 return [m.Answer(message.call, [], self._pool.clear()), *self._cache_change()]
             case _:
                 job = scheduler.job(message.job)
-                return [] if job is None else self._take_for(message, job)
+                if job is not None:
+                    return self._take_for(message, job)
+                return [m.Swapped(message.job, [])] if isinstance(message, m.Swap) else []
 
     def _take_for(self, message: m.ToEngine, job: Job) -> list[object]:
         scheduler = self._scheduler
@@ -180,12 +195,19 @@ class EngineProcess:
                 scheduler.release(job)
         return []
 
+    def _check(self) -> list[object]:
+        """Findings between two steps: blocks of a job released during one are given back at its end."""
+        calls, self._checks = self._checks, []
+        return [m.Answer(call, self._scheduler.check_integrity(), 0) for call in calls]
+
     def _reserve(self, message: m.Reserve) -> object:
         try:
             request = self._requests.decode(message.request)
             job = self._scheduler.reserve(message.job, request, message.keys, message.tail_key, message.decode_room)
         except BatonError as error:
             return m.Refused(message.job, error.reason.name, error.message, error.param or "")
+        except msgspec.ValidationError as error:
+            return m.Refused(message.job, Reason.INVALID_REQUEST.name, str(error), "")
         blocks = -(-len(job.prompt) // BLOCK_SIZE)
         return m.Reserved(job.id, job.primary.slots[:blocks], job.hit_tokens)
 
@@ -220,7 +242,8 @@ class EngineProcess:
                     self._wake.wait()
                 work = self._scheduler.plan(outcome)
                 self._publish(work, time.time())
-            self._tell(outcome)
+                self._post(outcome)
+            self._flush()
             if work:
                 self._step(work)
             elif self._scheduler.has_work():
@@ -230,7 +253,7 @@ class EngineProcess:
     def _step(self, work: list[Work]) -> None:
         started = time.perf_counter()
         steps = [
-            SequenceStep(
+            SequenceSlice(
                 w.sequence.tokens[w.sequence.computed : w.sequence.computed + w.count],
                 w.sequence.computed,
                 w.sequence.slots,
@@ -238,7 +261,7 @@ class EngineProcess:
             )
             for w in work
         ]
-        logits = self._model.forward(steps)
+        logits = self._model.forward(Batch(steps))
         rows = self._rows(work)
         outcome = Outcome()
         self._keep_prompt_logprobs(work, rows, logits)
@@ -251,8 +274,10 @@ class EngineProcess:
             decoding = sum(w.count == 1 for w in work)
             prefill = sum(w.count for w in work) - decoding
             self._cost.learn(prefill, decoding, time.perf_counter() - started)
+            self._post(outcome)
+            self._outbox.extend(self._check())
             self._publish()
-        self._tell(outcome)
+        self._flush()
 
     @staticmethod
     def _rows(work: list[Work]) -> list[range]:
@@ -271,7 +296,20 @@ class EngineProcess:
             return []
         wanted = [last[d.sequence] for d in draws]
         picked = logits if wanted == list(range(len(logits))) else logits[wanted]
-        return [Drawn(s.token_id, s.logprob) for s in sample(picked, states)]
+        try:
+            return [Drawn(s.token_id, s.logprob) for s in sample(picked, states)]
+        except Exception:
+            return [self._draw_alone(picked[i : i + 1], state) for i, state in enumerate(states)]
+
+    @staticmethod
+    def _draw_alone(row: torch.Tensor, state: SamplingState) -> Drawn:
+        """One request's parameters broke the batch's draw: it fails, the others do not."""
+        try:
+            (drawn,) = sample(row, [state])
+        except Exception as error:
+            traceback.print_exc()
+            return Drawn(0, None, f"sampling failed: {type(error).__name__}: {error}")
+        return Drawn(drawn.token_id, drawn.logprob)
 
     def _keep_prompt_logprobs(self, work: list[Work], rows: list[range], logits: torch.Tensor) -> None:
         for item, part in zip(work, rows, strict=True):
@@ -283,22 +321,19 @@ class EngineProcess:
             if not job.prompt_logprobs:
                 job.prompt_logprobs.append(None)  # the first prompt token follows nothing
             if following:
-                job.prompt_logprobs += prompt_logprobs(
-                    logits[part.start : part.start + len(following)], following, count
-                )
+                part_logits = logits[part.start : part.start + len(following)]
+                job.prompt_logprobs += token_logprobs(part_logits, following, [count] * len(following))
 
-    def _tell(self, outcome: Outcome) -> None:
-        with self._wake:
-            sealed = [message for job in outcome.announce if not job.released for message in self._announce(job)]
-            change = self._cache_change()
-        for message in [*change, *sealed]:
-            self.send(message)
-        for job, done in outcome.prefilled:
-            self.send(_prefilled(job.id, done))
-        for job, reason, text in outcome.failed:
-            self.send(m.Failed(job.id, reason.name, text))
+    def _post(self, outcome: Outcome) -> None:
+        """What a step has to tell, sealed blocks before the end of their prompt. Under the lock."""
+        post = self._outbox
+        post.extend(self._cache_change())
+        for job in outcome.announce:
+            post.extend([] if job.released else self._announce(job))
+        post.extend(_prefilled(job.id, done) for job, done in outcome.prefilled)
+        post.extend(m.Failed(job.id, reason.name, text) for job, reason, text in outcome.failed)
         if outcome.tokens:
-            self.send(m.Step([_token(event) for event in outcome.tokens]))
+            post.append(m.Step([_token(event) for event in outcome.tokens]))
 
     def _publish(self, work: list[Work] | None = None, started: float = 0.0) -> None:
         scheduler, pool = self._scheduler, self._pool

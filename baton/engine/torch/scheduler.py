@@ -10,11 +10,11 @@ it: jobs released meanwhile keep their blocks until `apply`.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, abc
 from dataclasses import dataclass, field
 
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, SamplingParams, TokenEvent, TokenLogprob
+from baton.engine.torch.batch import Logits
 from baton.engine.torch.pool import BlockPool, PoolFull
 from baton.engine.torch.sequence import Job, Phase, Sequence
 from baton.errors import BatonError, Reason
@@ -40,7 +40,7 @@ class Work:
 
     sequence: Sequence
     count: int
-    logits: str
+    logits: Logits
 
 
 @dataclass
@@ -50,16 +50,17 @@ class Draw:
     sequence: Sequence
     choice: int
     params: SamplingParams
-    prompt_ids: list[int]
+    prompt_ids: abc.Sequence[int]
     output_ids: list[int]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was sampled."""
+    """What was sampled; `failure` says why nothing could be, which ends this request and no other."""
 
     token_id: int
     logprob: TokenLogprob | None
+    failure: str = ""
 
 
 @dataclass
@@ -79,8 +80,8 @@ class Scheduler:
         self,
         pool: BlockPool,
         limits: Limits,
-        copy_slot: Callable[[int, int], None],
-        zero_tail: Callable[[int, int], None],
+        copy_slot: abc.Callable[[int, int], None],
+        zero_tail: abc.Callable[[int, int], None],
     ) -> None:
         self.pool = pool
         self.limits = limits
@@ -142,10 +143,9 @@ class Scheduler:
         hits: list[int] = []
         if request.sampling.prompt_logprobs is None:
             hits = self.pool.match(keys[: (len(prompt) - 1) // size])
-        blocks = -(-len(prompt) // size)
         self.pool.hold(hits)
         try:
-            fresh = self.pool.take(blocks - len(hits) + decode_room)
+            fresh = self.pool.take(self._blocks(len(prompt)) - len(hits) + decode_room)
         except PoolFull as full:
             self.pool.drop(reversed(hits))
             raise BatonError(Reason.NO_CAPACITY, str(full)) from full
@@ -163,9 +163,13 @@ class Scheduler:
         return job
 
     def _validate(self, request: Request, prompt: list[int]) -> None:
-        limits = self.limits
+        limits, choices = self.limits, request.choices
         if not prompt:
             raise BatonError(Reason.INVALID_REQUEST, "the prompt is empty", param="prompt_ids")
+        if not choices or len(set(choices)) < len(choices):
+            raise BatonError(Reason.INVALID_REQUEST, "choices must be given, each once", param="n")
+        if request.emitted_ids and len(choices) > 1:
+            raise BatonError(Reason.INVALID_REQUEST, "resume each choice on its own", param="emitted_ids")
         if max(prompt) >= limits.vocab_size or min(prompt) < 0:
             raise BatonError(
                 Reason.INVALID_REQUEST, f"a token id is outside 0...{limits.vocab_size - 1}", param="prompt_ids"
@@ -195,7 +199,8 @@ class Scheduler:
     def swap(self, job: Job, blocks: list[int]) -> list[int]:
         """Quarantine the slots of prompt blocks that a late read may still write; the prompt's slots after it.
 
-        Empty when the pool has no replacement: the job cannot go on.
+        Fewer than before when the pool has no replacement: what is left is a prefix, and the rest is taken again, as
+        after a preemption, when the prompt is computed.
         """
         slots = job.primary.slots
         for block in blocks:
@@ -203,12 +208,13 @@ class Scheduler:
         try:
             fresh = self.pool.take(len(blocks))
         except PoolFull:
-            job.primary.slots = [s for i, s in enumerate(slots) if i not in set(blocks)]
-            self._forget(job)
-            return []
-        for block, slot in zip(blocks, fresh, strict=True):
-            slots[block] = slot
-        return slots[: -(-len(job.prompt) // self.limits.block_size)]
+            kept = min(blocks)
+            self.pool.drop(slot for i, slot in enumerate(slots) if i > kept and i not in set(blocks))
+            del slots[kept:]
+        else:
+            for block, slot in zip(blocks, fresh, strict=True):
+                slots[block] = slot
+        return slots[: self._blocks(len(job.prompt))]
 
     def release(self, job: Job) -> None:
         """Give everything back; a job inside the running step does so when the step ends."""
@@ -289,11 +295,14 @@ class Scheduler:
         work = [Work(s, 1, "last") for s in self._decodable(outcome)]
         budget = self.limits.chunk_tokens
         slots = self.limits.max_streams - len(self._running)
+        blocked = False
         for sequence in list(self._waiting):
             if budget <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
                 continue
-            if not self._has_blocks(sequence):
-                break  # first come, first served: nobody overtakes one that waits for blocks
+            # One that waits for blocks is overtaken only by those that hold theirs: they give them back sooner or later.
+            blocked = blocked or not self._has_blocks(sequence)
+            if len(sequence.slots) < self._blocks(len(sequence.tokens)):
+                continue
             count = min(budget, sequence.remaining)
             budget -= count
             slots -= sequence.job.phase is Phase.GENERATE
@@ -301,7 +310,7 @@ class Scheduler:
         self._in_step = {w.sequence.job for w in work}
         return work
 
-    def _logits(self, sequence: Sequence, count: int) -> str:
+    def _logits(self, sequence: Sequence, count: int) -> Logits:
         job = sequence.job
         if sequence.forks and job.wants_prompt_logprobs and not job.first:
             return "all"
@@ -339,8 +348,11 @@ class Scheduler:
     def _others_hold(self, sequence: Sequence) -> bool:
         return self.pinned > len(set(sequence.slots))
 
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
     def _grow(self, sequence: Sequence) -> bool:
-        needed = -(-len(sequence.tokens) // self.limits.block_size)
+        needed = self._blocks(len(sequence.tokens))
         if needed <= len(sequence.slots):
             return True
         try:
@@ -364,7 +376,7 @@ class Scheduler:
         hits = self.pool.match(sequence.keys[: min(len(sequence.keys), (len(sequence.tokens) - 1) // size)])
         self.pool.hold(hits)
         try:
-            fresh = self.pool.take(-(-len(sequence.tokens) // size) - len(hits))
+            fresh = self.pool.take(self._blocks(len(sequence.tokens)) - len(hits))
         except PoolFull:
             self.pool.drop(reversed(hits))
             return False
@@ -388,7 +400,7 @@ class Scheduler:
             request = job.request
             choices = request.choices if sequence.forks else (sequence.choice,)
             output = sequence.tokens[len(request.prompt_ids) :]
-            draws += [Draw(sequence, c, request.sampling, [*request.prompt_ids], output) for c in choices]
+            draws += [Draw(sequence, c, request.sampling, request.prompt_ids, output) for c in choices]
         return draws
 
     def apply(self, work: list[Work], draws: list[Draw], drawn: list[Drawn], outcome: Outcome) -> None:
@@ -398,18 +410,22 @@ class Scheduler:
             by_sequence.setdefault(draw.sequence, []).append((draw.choice, token))
         for item in work:
             sequence, job = item.sequence, item.sequence.job
-            if job.released:
+            if job.released or sequence not in job.sequences:
                 continue
             if job.phase is Phase.PREFILL:
                 outcome.announce.append(job)
             if sequence.remaining:
                 continue
-            if not sequence.forks:
-                self._continue(sequence, by_sequence[sequence][0][1], outcome)
+            tokens = by_sequence.get(sequence, [])
+            failure = next((token.failure for _, token in tokens if token.failure), "")
+            if failure:
+                self._fail(job, Reason.INTERNAL, failure, outcome)
+            elif not sequence.forks:
+                self._continue(sequence, tokens[0][1], outcome)
             elif job.phase is Phase.PREFILL:
-                self._end_prefill(job, by_sequence[sequence], outcome)
+                self._end_prefill(job, tokens, outcome)
             elif job.phase is Phase.GENERATE:
-                self._start_choices(job, by_sequence.get(sequence, []), outcome)
+                self._start_choices(job, tokens, outcome)
         stepped, self._in_step = self._in_step, set()
         for job in stepped:
             if job.released and job.phase is not Phase.ENDED:
@@ -494,7 +510,7 @@ class Scheduler:
             (fresh,) = self.pool.take(1)
         except PoolFull as full:
             # The decode room taken at the reservation stands behind the prompt.
-            if len(primary.slots) <= -(-len(primary.job.prompt) // self.limits.block_size):
+            if len(primary.slots) <= self._blocks(len(primary.job.prompt)):
                 raise BatonError(Reason.NO_CAPACITY, str(full)) from full
             fresh = primary.slots.pop()
         self._copy_slot(primary.slots[block], fresh)
