@@ -165,7 +165,7 @@ class EngineProcess:
                 job = scheduler.job(message.job)
                 if job is not None:
                     return self._take_for(message, job)
-                return [m.Swapped(message.job, [])] if isinstance(message, m.Swap) else []
+                return [m.Swapped(message.call, [])] if isinstance(message, m.Swap) else []
 
     def _take_for(self, message: m.ToEngine, job: Job) -> list[object]:
         scheduler = self._scheduler
@@ -174,7 +174,7 @@ class EngineProcess:
                 scheduler.commit(job, message.tokens)
                 return self._cache_change()
             case m.Swap():
-                return [m.Swapped(job.id, scheduler.swap(job, message.blocks)), *self._cache_change()]
+                return [m.Swapped(message.call, scheduler.swap(job, message.blocks)), *self._cache_change()]
             case m.Prefill():
                 try:
                     scheduler.prefill(job)
@@ -337,7 +337,7 @@ class EngineProcess:
 
     def _publish(self, work: list[Work] | None = None, started: float = 0.0) -> None:
         scheduler, pool = self._scheduler, self._pool
-        if work is not None:
+        if work:
             decoding = sum(w.count == 1 for w in work)
             self._running_step = (started, self._cost.predict(sum(w.count for w in work) - decoding, decoding))
         elif not scheduler.stepping:

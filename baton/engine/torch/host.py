@@ -78,7 +78,7 @@ class TorchEngine(Engine):
         self._page = StatsPage.create()
         self._link: Link | None = None
         self._spec: EngineSpec | None = None
-        self._next_job = 0
+        self._calls = 0
         self._quarantined: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._cached_keys: dict[bytes, None] = {}
@@ -155,8 +155,9 @@ class TorchEngine(Engine):
 
     def _died(self, error: BatonError) -> None:
         self._steps.put_nowait(error)
-        if not self._cache_events.full():
-            self._cache_events.put_nowait(None)
+        if self._cache_events.full():
+            self._cache_events.get_nowait()
+        self._cache_events.put_nowait(None)
 
     async def events(self) -> AsyncIterator[list[TokenEvent]]:
         while True:
@@ -177,14 +178,15 @@ class TorchEngine(Engine):
 
     async def reserve(self, request: Request, *, decode_room: bool = True) -> Reservation:
         size = self.spec.block_size
-        self._validate(request)
+        # Before ids are packed into keys; the engine process checks the rest.
+        self._in_vocabulary("prompt_ids", request.prompt_ids)
+        self._in_vocabulary("emitted_ids", request.emitted_ids)
         prompt = [*request.prompt_ids, *request.emitted_ids]
         keys = block_keys(request.key_root, prompt, size)
         tail = len(prompt) % size
         parent = keys[-1] if keys else request.key_root
         tail_key = chain(parent, prompt[-tail:]) if tail else b""
-        self._next_job += 1
-        job = self._next_job
+        job = self.next_call()
         encoded = msgspec.msgpack.encode(request)
         try:
             answer = await self.link.ask(job, m.Reserve(job, encoded, keys, tail_key, decode_room), CALL_S)
@@ -197,13 +199,10 @@ class TorchEngine(Engine):
         names = [*keys, tail_key] if tail else keys
         return TorchReservation(self, job, request, names, len(prompt), answer.slots, answer.hit_tokens)
 
-    def _validate(self, request: Request) -> None:
-        """What must hold before ids are packed into keys; the child checks the rest."""
-        for name, ids in (("prompt_ids", request.prompt_ids), ("emitted_ids", request.emitted_ids)):
-            if ids and (min(ids) < 0 or max(ids) >= self.spec.vocab_size):
-                raise BatonError(
-                    Reason.INVALID_REQUEST, f"a token id is outside 0...{self.spec.vocab_size - 1}", param=name
-                )
+    def _in_vocabulary(self, param: str, ids: Sequence[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self.spec.vocab_size):
+            message = f"a token id is outside 0...{self.spec.vocab_size - 1}"
+            raise BatonError(Reason.INVALID_REQUEST, message, param=param)
 
     async def prefill(self, reservation: Reservation) -> AsyncIterator[PrefillEvent]:
         ours = _own(reservation)
@@ -232,6 +231,9 @@ class TorchEngine(Engine):
     async def generate(self, reservation: Reservation, first: Sequence[FirstToken] = ()) -> None:
         ours = _own(reservation)
         self.link.check()
+        if first and sorted(token.choice for token in first) != sorted(ours.request.choices):
+            raise BatonError(Reason.INVALID_REQUEST, "first tokens must be of every choice, or of none", param="first")
+        self._in_vocabulary("first", [token.token_id for token in first])
         drawn = [(token.choice, token.token_id) for token in first]
         done = [token.choice for token in first if token.finish is not None]
         self.link.tell(m.Generate(ours.job, drawn, done))
@@ -248,6 +250,11 @@ class TorchEngine(Engine):
             segments=(Segment(0, block.slot * size, size),),
             checksum=block.checksum,
         )
+
+    def next_call(self) -> int:
+        """A number that no job and no call to the child had before."""
+        self._calls += 1
+        return self._calls
 
     # ---- late reads
 
@@ -273,14 +280,14 @@ class TorchEngine(Engine):
         return self._page.read()
 
     async def check_integrity(self) -> list[str]:
-        call = self._next_job = self._next_job + 1
+        call = self.next_call()
         answer = await self.link.ask(call, m.Check(call), CALL_S)
         assert isinstance(answer, m.Answer)
         waiting = [f"slot {slot} waits for a late read" for slot in sorted(self._quarantined)]
         return answer.findings + waiting
 
     async def clear_cache(self) -> int:
-        call = self._next_job = self._next_job + 1
+        call = self.next_call()
         answer = await self.link.ask(call, m.Clear(call), CALL_S)
         assert isinstance(answer, m.Answer)
         return answer.count
@@ -314,73 +321,92 @@ class TorchReservation(Reservation):
         self._engine = engine
         self._names = names
         self._slots = slots
+        self._reading: tuple[asyncio.Task[ReadReport], list[int]] | None = None
+        """The read under way, and the prompt blocks that it writes."""
+        self._moved = False
+        """A read was abandoned: the engine has given its blocks other slots since."""
         self._released = False
 
     async def load(self, first_block: int, handles: Sequence[Handle], reader: Reader, deadline: float) -> ReadReport:
+        if self._released or self._reading is not None:
+            raise BatonError(Reason.ABORTED, "the reservation is released, or another load is under way")
+        if self._moved:
+            await self._swap([])
         size = self._engine.spec.block_size
         have = -(-self.cached_tokens // size)
-        blocks: list[BlockRead] = []
-        wanted: list[tuple[int, Handle]] = []
-        for number, handle in enumerate(handles, start=first_block):
-            reason = self._refusal(number, handle) if number >= have else None
-            if reason is None and number >= have and first_block > have:
-                reason = Reason.KV_BAD_HANDLE  # a gap: nothing after it can be used
-            blocks.append(BlockRead(handle, self._offset(number) if number < len(self._slots) else 0, reason))
-            if reason is not None:
-                blocks += [BlockRead(rest, 0, reason) for rest in handles[len(blocks) :]]
-                break
-            if number >= have:
-                wanted.append((number, handle))
-        if not wanted:
-            return ReadReport(blocks, 0, 0.0)
-        report = await self._read(wanted, reader, deadline)
-        skipped = wanted[0][0] - first_block
-        good = report.verified_prefix()
-        if good:
-            last, handle = wanted[good - 1]
-            self.cached_tokens = last * size + handle.tokens
-            self._engine.link.tell(m.Commit(self.job, self.cached_tokens))
-        rest = blocks[skipped + len(wanted) :]
-        merged = [*blocks[:skipped], *report.blocks, *rest]
-        await self._swap_late(report)
-        return ReadReport(merged, report.bytes, report.seconds, report.late, report.settled)
+        gap = first_block > have  # nothing after it can be used
+        reasons = [
+            Reason.KV_BAD_HANDLE if gap else self._refusal(number, handle, have)
+            for number, handle in enumerate(handles, start=first_block)
+        ]
+        bad = next((i for i, reason in enumerate(reasons) if reason is not None), len(handles))
+        skipped = min(max(0, have - first_block), bad)
+        blocks = [BlockRead(handle, 0, None) for handle in handles[:skipped]]
+        report = ReadReport((), 0, 0.0)
+        if skipped < bad:
+            report = await self._read(
+                list(range(first_block + skipped, first_block + bad)), handles[skipped:bad], reader, deadline
+            )
+            good = report.verified_prefix()
+            if good:
+                self.cached_tokens = (first_block + skipped + good - 1) * size + handles[skipped + good - 1].tokens
+                self._engine.link.tell(m.Commit(self.job, self.cached_tokens))
+            await self._swap_late(report)
+        refused = [BlockRead(handle, 0, reasons[bad]) for handle in handles[bad:]]
+        return replace(report, blocks=[*blocks, *report.blocks, *refused])
 
-    def _refusal(self, number: int, handle: Handle) -> Reason | None:
+    def _refusal(self, number: int, handle: Handle, have: int) -> Reason | None:
+        """Why a handle cannot be read into prompt block `number`, when `have` blocks are in place."""
         spec = self._engine.spec
+        if number < have:
+            return None
         if handle.fingerprint != spec.fingerprint.digest():
             return Reason.KV_LAYOUT_MISMATCH
-        if number >= len(self._names) or handle.key != self._names[number]:
-            return Reason.KV_BAD_HANDLE
         tokens = min(spec.block_size, self.prompt_tokens - number * spec.block_size)
-        if handle.tokens != tokens or handle.length != spec.fingerprint.block_bytes:
+        good = number < len(self._names) and (handle.key, handle.tokens) == (self._names[number], tokens)
+        if not good or handle.length != spec.fingerprint.block_bytes:
             return Reason.KV_BAD_HANDLE
+        if number >= len(self._slots):
+            return Reason.NO_CAPACITY  # its slot went to quarantine and there was no other
         return None
 
     def _offset(self, number: int) -> int:
         return self._slots[number] * self._engine.spec.fingerprint.block_bytes
 
-    async def _read(self, wanted: list[tuple[int, Handle]], reader: Reader, deadline: float) -> ReadReport:
+    async def _read(self, numbers: list[int], handles: Sequence[Handle], reader: Reader, deadline: float) -> ReadReport:
         """The read itself. When the caller is cancelled, its slots leave the reservation until the read is over."""
-        offsets = [self._offset(number) for number, _ in wanted]
-        task = asyncio.create_task(reader.read([h for _, h in wanted], offsets, deadline), name="kv read")  # noqa: RUF006 - shielded, then owned
+        offsets = [self._offset(number) for number in numbers]
+        task = asyncio.create_task(reader.read(handles, offsets, deadline), name="kv read")
+        self._reading = task, numbers
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not task.done():
-                self._set_aside([number for number, _ in wanted])
-                slots = [offset // self._engine.spec.fingerprint.block_bytes for offset in offsets]
-                self._engine.own(asyncio.create_task(self._outlive(task, slots), name="late kv read"))
+            report = await asyncio.shield(task)
+        except BaseException:
+            self._abandon()
             raise
+        if self._reading is None:
+            raise BatonError(Reason.ABORTED, "the reservation was released while its KV was being read")
+        self._reading = None
+        return report
 
-    def _set_aside(self, numbers: list[int]) -> None:
-        self._engine.quarantine([self._slots[n] for n in numbers])
-        self._engine.link.tell(m.Swap(self.job, numbers))
+    def _abandon(self) -> None:
+        """Nobody waits for the read under way any more, but it may write yet: its slots wait for it in quarantine."""
+        if self._reading is None:
+            return
+        task, numbers = self._reading
+        self._reading = None
+        slots = [self._slots[number] for number in numbers]
+        self._moved = True
+        self._engine.quarantine(slots)
+        self._engine.link.tell(m.Swap(self.job, self._engine.next_call(), numbers))
+        self._engine.own(asyncio.create_task(self._outlive(task, slots), name="late kv read"))
 
     async def _outlive(self, read: asyncio.Task[ReadReport], slots: list[int]) -> None:
         try:
             report = await read
             if report.settled is not None:
-                await report.settled
+                await asyncio.shield(report.settled)
+        except Exception:
+            _log.exception("an abandoned read failed")
         finally:
             self._engine.settle(slots)
 
@@ -390,22 +416,29 @@ class TorchReservation(Reservation):
             return
         block_bytes = self._engine.spec.fingerprint.block_bytes
         late = [offset // block_bytes for offset in report.late]
-        numbers = [self._slots.index(slot) for slot in late]
         self._engine.quarantine(late)
         self._engine.own(asyncio.create_task(self._settle_late(report.settled, late), name="late kv read"))
-        answer = await self._engine.link.ask(self.job, m.Swap(self.job, numbers), CALL_S)
-        if not isinstance(answer, m.Swapped) or not answer.slots:
-            raise BatonError(Reason.NO_CAPACITY, "no block to take a late one's place")
+        await self._swap([self._slots.index(slot) for slot in late])
+
+    async def _swap(self, blocks: list[int]) -> None:
+        self._moved = True  # until the answer is here: a cancelled caller leaves us without it
+        call = self._engine.next_call()
+        answer = await self._engine.link.ask(call, m.Swap(self.job, call, blocks), CALL_S)
+        assert isinstance(answer, m.Swapped)
         self._slots = answer.slots
+        self._moved = False
 
     async def _settle_late(self, settled: asyncio.Future[None], slots: list[int]) -> None:
-        await asyncio.shield(settled)
-        self._engine.settle(slots)
+        try:
+            await asyncio.shield(settled)
+        finally:
+            self._engine.settle(slots)
 
     async def release(self) -> None:
         if self._released:
             return
         self._released = True
+        self._abandon()
         self._engine.link.tell(m.Release(self.job))
 
 

@@ -55,7 +55,7 @@ class Link:
 
     def _dispatch(self, message: m.ToWorker, take: Callable[[m.ToWorker], None]) -> None:
         if isinstance(message, _Answer):
-            number = message.call if isinstance(message, m.Answer) else message.job
+            number = message.call if isinstance(message, m.Answer | m.Swapped) else message.job
             call = self._calls.pop(number, None)
             if call is not None and not call.done():
                 call.set_result(message)

@@ -39,6 +39,7 @@ class Swap(_Message):
     """A late read may still write to these prompt blocks: quarantine their slots, take others. Answered by Swapped."""
 
     job: int
+    call: int
     blocks: list[int]
 
 
@@ -119,9 +120,9 @@ class Refused(_Message):
 
 
 class Swapped(_Message):
-    """The job's prompt slots now; empty when there was no replacement to be had."""
+    """The job's prompt slots now: fewer, still a prefix, when the pool had no replacement."""
 
-    job: int
+    call: int
     slots: list[int]
 
 

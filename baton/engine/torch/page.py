@@ -1,4 +1,4 @@
-"""A page of shared memory with the engine's live state: the worker reads it without asking, an idle engine is silent."""
+"""A page of shared memory with the engine's live state: a worker reads it without asking, an idle engine is silent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import astuple, fields
 from baton.engine.port import EngineStats
 
 _FIELDS = fields(EngineStats)
-_PAGE = struct.Struct(f"<Q{len(_FIELDS)}dQ")
+_VERSION = struct.Struct("<Q")
+_BODY = struct.Struct(f"<{len(_FIELDS)}d")
+_END = _VERSION.size + _BODY.size
 _CASTS = [float if f.type in (float, "float") else int for f in _FIELDS]
 _TRIES = 100
 
 
 class StatsPage:
-    """One writer, many readers. A counter before and after tells a reader that it met a write in the middle."""
+    """One writer, many readers. The version is odd during a write, and equal before and after a good read."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -33,14 +35,21 @@ class StatsPage:
 
     def write(self, stats: EngineStats) -> None:
         """Publish. Only the engine process does."""
-        self._version += 1
-        self._map[: _PAGE.size] = _PAGE.pack(self._version, *map(float, astuple(stats)), self._version)
+        self._set_version(self._version + 1)
+        self._map[_VERSION.size : _END] = _BODY.pack(*map(float, astuple(stats)))
+        self._set_version(self._version + 1)
+
+    def _set_version(self, version: int) -> None:
+        self._version = version
+        self._map[: _VERSION.size] = _VERSION.pack(version)
 
     def read(self) -> EngineStats:
         """The last published state."""
         for _ in range(_TRIES):
-            before, *values, after = _PAGE.unpack(self._map[: _PAGE.size])
-            if before == after:
-                self._last = EngineStats(*(cast(v) for cast, v in zip(_CASTS, values, strict=True)))  # type: ignore[arg-type]
+            before = self._map[: _VERSION.size]
+            body = self._map[_VERSION.size : _END]
+            if before == self._map[: _VERSION.size] and _VERSION.unpack(before)[0] % 2 == 0:
+                values = [cast(v) for cast, v in zip(_CASTS, _BODY.unpack(body), strict=True)]
+                self._last = EngineStats(*values)  # type: ignore[arg-type]
                 break
         return self._last

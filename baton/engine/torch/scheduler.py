@@ -299,7 +299,7 @@ class Scheduler:
         for sequence in list(self._waiting):
             if budget <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
                 continue
-            # One that waits for blocks is overtaken only by those that hold theirs: they give them back sooner or later.
+            # One that waits for blocks is overtaken only by those that hold theirs, and will give them back.
             blocked = blocked or not self._has_blocks(sequence)
             if len(sequence.slots) < self._blocks(len(sequence.tokens)):
                 continue
