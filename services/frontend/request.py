@@ -30,6 +30,7 @@ MAX_FAILURES = 6
 """Attempts in a row that may fail without one new token."""
 RESUME_PATIENCE_S = 30.0
 """How long an output that has begun waits for a worker that can go on with it."""
+NO_ATTEMPT = -1
 _RETRY_S = (0.1, 1.0)
 
 _log = structlog.get_logger()
@@ -77,11 +78,11 @@ class Work:
 
 @dataclass(slots=True)
 class Choice:
-    """One output: the tokens received so far, and the attempt that may add to them (0 = none)."""
+    """One output: the tokens received so far, and the attempt that may add to them."""
 
     index: int
     received: list[int] = field(default_factory=list)
-    attempt: int = 0
+    attempt: int = NO_ATTEMPT
     finished: bool = False
     ended_here: bool = False
     """The frontend ended it: the worker does not know."""
@@ -149,6 +150,7 @@ class Generation:
         self.plan = worker_pb2.Plan()
         """The latest plan that a worker accepted."""
         self.attempts = 0
+        """Attempts submitted so far; they are numbered from 0."""
         self.reasons: list[str] = []
         self.kv_bytes = 0
         self.route: worker_pb2.RouteTaken | None = None
@@ -170,7 +172,8 @@ class Generation:
 
     async def mend(self, broken: Broken) -> None:
         """Go on elsewhere with what a broken leg left. Raises BatonError when that cannot be, with the reason."""
-        left = [c for c in self._choices if c.index in broken.leg.choices and not c.finished and not c.attempt]
+        theirs = [self._choices[i] for i in broken.leg.choices]
+        left = [choice for choice in theirs if not choice.finished and choice.attempt == NO_ATTEMPT]
         for choice in left:
             self._finish_if_over(choice)
         left = [choice for choice in left if not choice.finished]
@@ -235,7 +238,7 @@ class Generation:
         self._end(leg, error.reason, abort=leg.session.connected and not handback)
         for choice in self._choices:
             if choice.attempt == leg.attempt:
-                choice.attempt = 0
+                choice.attempt = NO_ATTEMPT
         if any(not self._choices[i].finished for i in leg.choices):
             self._inbox.put(Broken(leg, error, handback))
 
@@ -298,7 +301,6 @@ class Generation:
         low, high = _RETRY_S
         refusal = cause
         while True:
-            self.attempts += 1
             try:
                 plan = await self._backend.router.route(self._route_request(emitted))
             except BatonError as error:
@@ -328,6 +330,7 @@ class Generation:
         backend, work = self._backend, self.work
         session = backend.sessions.to(plan.worker)
         leg = Leg(self, self.attempts, indices, plan, session)
+        self.attempts += 1
         request = worker_pb2.SubmitRequest(
             attempt=worker_pb2.Attempt(
                 uid=work.uid,
@@ -362,7 +365,7 @@ class Generation:
                 self._legs.pop(leg.attempt, None)
                 for index in indices:
                     if self._choices[index].attempt == leg.attempt:
-                        self._choices[index].attempt = 0
+                        self._choices[index].attempt = NO_ATTEMPT
                 if session.connected:
                     backend.background.spawn(session.abort(leg.key), f"abort {leg.key}")
         self.plan = plan
