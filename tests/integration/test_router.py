@@ -162,12 +162,14 @@ async def test_an_idle_fleet_disaggregates(router: Router, fleet: Fleet) -> None
 
 
 async def test_a_burst_spreads_before_any_worker_reports(router: Router) -> None:
-    plans = [(await router.route()).plan for _ in range(20)]
-    taken = [plan.prefill.id for plan in plans if plan.mode == worker_pb2.MODE_DISAGGREGATED]
+    """By time, not by number: of two prefills the faster one takes more."""
+    strict = {"fallback": worker_pb2.FALLBACK_STRICT}
+    taken = [(await router.route(**strict)).plan.prefill.id for _ in range(20)]
     assert {"prefill-1", "prefill-2"} == set(taken)
-    assert abs(taken.count("prefill-1") - taken.count("prefill-2")) <= 2
     view = await router.worker("prefill-1")
     assert view.reserved_prefill_tokens == 160 * taken.count("prefill-1")
+    terms = [c.terms_ms for c in (await router.explain(**strict)).candidates if c.prefill]
+    assert abs(terms[0]["queue"] - terms[1]["queue"]) <= max(one["prefill"] for one in terms) + 1.0
 
 
 async def test_explain_shows_every_candidate_and_reserves_nothing(router: Router) -> None:
