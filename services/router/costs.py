@@ -84,9 +84,10 @@ TransferRate = Callable[[str, str], float]
 """(prefill id, decode id) -> bytes per second."""
 
 
-def prefill_seconds(worker: WorkerState, tokens: float) -> float:
-    """How long `worker` computes `tokens` of a prompt: at its rate, and never less than one forward pass."""
-    return max(tokens / worker.prefill_tok_s, worker.step_s) if tokens > 0 else 0.0
+def prefill_seconds(worker: WorkerState, tokens: float, pass_s: float | None = None) -> float:
+    """How long `worker` computes `tokens` of a prompt: at its rate, and never less than one forward pass (`pass_s`, or
+    the worker's own step)."""
+    return max(tokens / worker.prefill_tok_s, worker.step_s if pass_s is None else pass_s) if tokens > 0 else 0.0
 
 
 def queue_seconds(worker: WorkerState, ask: Ask) -> float:
@@ -130,7 +131,9 @@ def pair_cost(
     prefill: WorkerState, decode: WorkerState, ask: Ask, transfer_rate: TransferRate, parameters: Parameters
 ) -> dict[str, float]:
     """Terms of a hand-over. The decode worker's own queue passes while the prefill computes: the rest of it counts."""
-    compute = prefill_seconds(prefill, ask.prompt_tokens - ask.cached(prefill))
+    # A prefill worker runs no decode steps: what it knows of one is as old as its start. Both run the same model.
+    pass_s = min(prefill.step_s, decode.step_s)
+    compute = prefill_seconds(prefill, ask.prompt_tokens - ask.cached(prefill), pass_s)
     ahead = queue_seconds(prefill, ask)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
     return {

@@ -145,6 +145,12 @@ def test_prefill_is_never_shorter_than_a_step() -> None:
     assert prefill_seconds(worker(Role.PREFILL), 0) == 0.0
 
 
+def test_a_prefill_that_never_steps_is_judged_by_the_decodes_step() -> None:
+    slow_start = worker(Role.PREFILL, step_s=0.2)
+    assert pair_cost(slow_start, worker(Role.DECODE), ask(5), rate, P)["prefill"] == 0.035
+    assert pair_cost(worker(Role.PREFILL), worker(Role.DECODE, step_s=0.2), ask(5), rate, P)["prefill"] == 0.035
+
+
 def test_queue_begins_when_the_streams_are_full() -> None:
     assert queue_seconds(worker(Role.DECODE, streams=63), ask()) == 0.0
     one = queue_seconds(worker(Role.DECODE, streams=64), ask())
