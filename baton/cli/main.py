@@ -72,6 +72,7 @@ def up(
     cores: Annotated[
         str, typer.Option(help="Pin the workers' engines to these cores in turn, as in 0,1.", metavar="N,N")
     ] = "",
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that a worker computes in one step.")] = 256,
     fallback: Annotated[
         str, typer.Option(help="auto: run a request elsewhere when its plan breaks. strict: answer an error instead.")
     ] = "auto",
@@ -96,6 +97,7 @@ def up(
         merged=merged,
         dtype=_one_of("--dtype", dtype, ("bfloat16", "float32")),
         cores=_cores(cores),
+        chunk_tokens=chunk_tokens,
         fallback=_one_of("--fallback", fallback, ("auto", "strict")),
     )
     if not decode + merged:
@@ -158,11 +160,13 @@ def status(as_json: Json = False) -> None:
         out.print("nothing is running; start with `baton up`")
     else:
         table = Table("name", "id", "pid", "address", "state", "RSS", "CPU", "up", "router", box=None, pad_edge=False)
+        for column in table.columns[:-1]:
+            column.no_wrap = True
 
         def seen(row: Row) -> str:
             if not row.router:
                 return ""
-            return "{state}, {running} running, {waiting} waiting, {blocks_free}/{blocks_total} blocks free".format(
+            return "{state}, {running} running, {waiting} waiting, KV {blocks_free}/{blocks_total} free".format(
                 **row.router
             )
 
@@ -172,7 +176,7 @@ def status(as_json: Json = False) -> None:
                 row.name,
                 row.id,
                 str(row.pid),
-                row.address,
+                row.address.removeprefix("127.0.0.1"),
                 f"[{'green' if alive else 'red'}]{row.state}[/]",
                 f"{row.rss_bytes / 2**20:.0f} MiB",
                 f"{row.cpu_percent:.1f}%",

@@ -15,6 +15,8 @@ from rich.text import Text
 from baton.cli.errors import CliError
 
 out = Console(highlight=False)
+if not out.is_terminal:
+    out.width = 160  # a pipe has no columns: cut nothing
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _DONE = {"ready", "disaggregated", "merged", "local"}

@@ -26,6 +26,7 @@ class Options:
     merged: int = 1
     dtype: str = "bfloat16"
     cores: tuple[int, ...] = ()
+    chunk_tokens: int = 256
     fallback: str = "auto"
 
     def differences(self, other: dict[str, object]) -> list[str]:
@@ -65,6 +66,7 @@ def service_specs(options: Options, model: str, etcd: str) -> list[Spec]:
     for role, count in (("prefill", options.prefill), ("decode", options.decode), ("merged", options.merged)):
         for n in range(1, count + 1):
             flags = [*shared, "--model", model, *named, "--dtype", options.dtype, *next(cores)]
+            flags += ["--chunk-tokens", str(options.chunk_tokens)]
             specs.append(Spec(f"{role}-{n}", role, tuple(service(role, *flags))))
     flags = [*shared, "--model", model, *named, "--port", str(options.http_port), "--fallback", options.fallback]
     specs.append(Spec("frontend", "frontend", tuple(service("frontend", *flags))))

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 import httpx
 
-from baton.cli.down import stop
+from baton.cli.down import GRACE_S, stop
 from baton.cli.errors import CliError
 from baton.cli.fetch import find_etcd, find_model
 from baton.cli.home import Home
 from baton.cli.ports import HOST, free_port, need_free
-from baton.cli.process import Record, process_of, ready_line, records, spawn, tail
+from baton.cli.process import Record, children_of, end, marked, process_of, ready_line, records, spawn, tail
 from baton.cli.stack import Options, Spec, etcd_spec, service_specs
 
 READY_S = 300.0
@@ -77,16 +79,38 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
             url = _url(home)
             served = _first_completion(home, url, children, progress)
         except BaseException:
-            for child in reversed(children):
-                progress.step(child.record.name, "stopping")
-            stop(home, [child.record for child in children])
-            for child in children:
-                progress.step(child.record.name, "stopped")
+            with _undisturbed():
+                _undo(home, set(alive), children, progress)
             if not alive:
                 (home.run / "up.json").unlink(missing_ok=True)
             raise
     started = [child.record.name for child in children]
     return Running(url, served, not started, started, time.monotonic() - began)
+
+
+def _undo(home: Home, before: set[str], children: list[_Child], progress: Progress) -> None:
+    """End what was started after `before`, also what an interrupt left without a place in `children`."""
+    for child in reversed(children):
+        progress.step(child.record.name, "stopping")
+    everything = records(home)
+    stop(home, [record for record in everything if record.name not in before])
+    kept = [process for record in everything if record.name in before and (process := process_of(record))]
+    pids = {process.pid for one in kept for process in (one, *children_of(one))}
+    end([process for process in marked(home) if process.pid not in pids], GRACE_S)
+    for child in children:
+        progress.step(child.record.name, "stopped")
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not leave half of the run behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _same_options(home: Home, options: Options, anything: bool) -> None:
