@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 
@@ -39,7 +40,12 @@ class ServiceSettings(BaseSettings):
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
         """Read flags, environment and file. A wrong flag ends the process with one line and exit code 2."""
-        return cls(_cli_parse_args=list(argv), _cli_exit_on_error=True)  # type: ignore[call-arg]
+        try:
+            return cls(_cli_parse_args=list(argv), _cli_exit_on_error=True)  # type: ignore[call-arg]
+        except ValidationError as error:
+            wrong = "; ".join(f"--{_flag(e['loc'])}: {e['msg']}" for e in error.errors())
+            sys.stderr.write(f"error: {wrong} (see --help)\n")
+            raise SystemExit(2) from None
 
     @classmethod
     def settings_customise_sources(
@@ -54,3 +60,7 @@ class ServiceSettings(BaseSettings):
         file = os.environ.get("BATON_CONFIG")
         sources = (init_settings, env_settings)
         return (*sources, TomlConfigSettingsSource(settings_cls, file)) if file else sources
+
+
+def _flag(location: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, location)).replace("_", "-")

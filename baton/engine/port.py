@@ -165,9 +165,12 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The engine's state now. `step_started` is `time.time()` of the running step (0 when idle) and `step_predicted_s` how
-    long it was expected to take: a long step is not a stall, a step far beyond its prediction is.
-    `prefill_tok_s` and `decode_step_s` are learnt (exponential averages)."""
+    """The engine's state now.
+
+    `step_started` is `time.time()` of the running step (0 when idle) and `step_predicted_s` how long it was expected to
+    take: a long step is not a stall, a step far beyond its prediction is. `prefill_tok_s` and `decode_step_s` are
+    learnt (exponential averages).
+    """
 
     running: int = 0
     waiting: int = 0
@@ -218,7 +221,7 @@ class Reservation(abc.ABC):
 
     @abc.abstractmethod
     async def load(self, first_block: int, handles: Sequence[Handle], reader: Reader, deadline: float) -> ReadReport:
-        """Read sealed blocks (prompt blocks `first_block`...) into reserved slots, verify, commit the prefix that is good.
+        """Read sealed blocks (prompt blocks `first_block`...) into reserved slots, verify, commit the good prefix.
 
         Refuses (KV_BAD_HANDLE in the report) a handle whose key or token count is not that of the prompt's block, and
         (KV_LAYOUT_MISMATCH) one of another fingerprint. May be called many times, in prompt order; a gap ends the
@@ -248,8 +251,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def prefill(self, reservation: Reservation) -> AsyncIterator[PrefillEvent]:
-        """Compute what is missing of the prompt in chunks: `SealedBlocks` as chunks complete (prefix hits at once), then
-        one `PrefillDone`. Closing the iterator aborts. Blocks stay pinned until the reservation is released."""
+        """Compute what is missing of the prompt in chunks: `SealedBlocks` as chunks complete (prefix hits at once),
+        then one `PrefillDone`. Closing the iterator aborts. Blocks stay pinned until the reservation is released."""
 
     @abc.abstractmethod
     async def generate(self, reservation: Reservation, first: Sequence[FirstToken] = ()) -> None:
@@ -265,8 +268,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def cache_events(self) -> AsyncIterator[list[CacheEvent]]:
-        """Changes of the prefix cache, in order. One consumer; bounded: on overflow the next event is `cleared` followed
-        by a full listing."""
+        """Changes of the prefix cache, in order. One consumer; bounded: on overflow the next event is `cleared` with a
+        full listing."""
 
     @abc.abstractmethod
     def stats(self) -> EngineStats:

@@ -51,11 +51,6 @@ def choose(ours: Endpoint, theirs: Endpoint) -> Choice:
     )
 
 
-def host_id() -> str:
-    """The same for every process that shares this kernel, and for no other: its boot id."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def has_rdma() -> bool:
     """Whether an active InfiniBand or RoCE port is here."""
     ports = Path("/sys/class/infiniband").glob("*/ports/*/state")

@@ -12,7 +12,8 @@ import structlog
 from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import Handle
-from baton.transfer.choose import Choice, Endpoint, choose, has_rdma, host_id
+from baton.registry.host import machine_id
+from baton.transfer.choose import Choice, Endpoint, choose, has_rdma
 from baton.transfer.nixl.transport import NixlTransport
 from baton.transfer.port import BlockRead, Peer, ReadReport, Transport
 from baton.transfer.tcp.transport import TcpTransport
@@ -60,7 +61,7 @@ class Transports:
                 self._started[transport.name] = transport
         if not self._started:
             raise BatonError(Reason.KV_TRANSFER_FAILED, f"no transport can be used here: {self.missing}")
-        self._where = f"{host_id()} {int(has_rdma())}".encode()
+        self._where = f"{machine_id()} {int(has_rdma())}".encode()
 
     def metadata(self) -> dict[str, bytes]:
         """What goes into our registration: `Peer.metadata` of whoever reads from us."""
