@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,10 +21,12 @@ import pytest
 
 from baton.cli.home import Home
 from baton.cli.process import end, marked
+from baton.registry.lease import LEASE_S
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 HANG_S = 600.0
 SERVED = "smollm2-135m-instruct"
+ROLES = ("prefill", "decode", "merged")
 EVERYONE = {"etcd", "router", "kvstore", "prefill-1", "decode-1", "merged-1", "frontend"}
 
 
@@ -223,6 +226,38 @@ def test_up_starts_what_died(stack: tuple[Cli, dict[str, Any]], up: list[str]) -
     after = cli.processes()
     assert {name for name in EVERYONE if after[name]["pid"] == before[name]["pid"]} == EVERYONE - {"decode-1", "router"}
     assert complete(running["url"]).status_code == 200
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["same-data", "empty-data"])
+def test_etcd_gone_for_longer_than_the_leases_fails_no_request(
+    stack: tuple[Cli, dict[str, Any]], up: list[str], empty: bool
+) -> None:
+    """Requests go on while etcd is dead, while it comes back, and after; no process ends for it."""
+    cli, running = stack
+    before = cli.processes()
+    failed: list[str] = []
+    served = 0
+    after = 0.0
+    os.kill(before["etcd"]["pid"], signal.SIGKILL)
+    began = time.monotonic()
+    while not after or time.monotonic() - after < 2 * LEASE_S:
+        answer = complete(running["url"], stream=False)
+        served += 1
+        if answer.status_code != 200 or not answer.json()["choices"][0]["message"]["content"]:
+            failed.append(f"{time.monotonic() - began:.1f} s: {answer.status_code} {answer.text}")
+        if not after and time.monotonic() - began > 1.5 * LEASE_S:
+            if empty:
+                shutil.rmtree(cli.home.etcd)
+            restarted = cli.json(*up)
+            assert restarted["started"] == ["etcd"]
+            after = time.monotonic()
+    assert failed == []
+    assert served > 10
+    rows = cli.processes()
+    assert {name for name in EVERYONE if rows[name]["pid"] != before[name]["pid"]} == {"etcd"}
+    status = cli.json("status")
+    assert status["registry"] == "connected"
+    assert all(row["router"]["state"] == "serving" for row in status["processes"] if row["role"] in ROLES)
 
 
 def test_drain(stack: tuple[Cli, dict[str, Any]]) -> None:
