@@ -31,7 +31,10 @@ STEP_STALLED_S = 60.0
 OPEN_TIMEOUT_S = 3.0
 SUBMIT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 2.0
+UNKNOWN_S = 30.0
+"""How long a session lives whose worker the registry does not show."""
 _BACKOFF_S = (0.05, 2.0)
+_STREAMING = (registry_pb2.ROLE_DECODE, registry_pb2.ROLE_MERGED)
 
 _log = structlog.get_logger()
 
@@ -236,23 +239,28 @@ class Sessions:
         self._channels = channels
         self._background = background
         self._metrics = metrics
-        self._sessions: dict[str, Session] = {}
+        self._live: dict[str, Session] = {}
+        self._by_address: dict[str, Session] = {}
 
     def follow(self, workers: View[registry_pb2.Worker]) -> Callable[[], None]:
         """Open and retire sessions as the registry changes; returns the way to stop following."""
         return workers.subscribe(self._changed)
 
     def live(self) -> Mapping[str, Session]:
-        """Sessions by worker id."""
-        return self._sessions
+        """Sessions with the workers that the registry shows, by worker id."""
+        return self._live
 
     def to(self, target: worker_pb2.Target) -> Session:
-        """The session with a plan's worker, opened now if the registry has not shown it yet."""
-        return self._ensure(target.id, target.address)
+        """The session with a plan's worker; opened now, for a while, if the registry does not show that address."""
+        session = self._by_address.get(target.address)
+        if session is None or session.retired:
+            session = self._open(target.id, target.address)
+            self._background.spawn(self._expire(session), f"expire {target.id}")
+        return session
 
     async def answers(self, worker: registry_pb2.Worker) -> bool:
         """Whether a worker that the registry lost is there all the same. Raises AioRpcError when it cannot be asked."""
-        session = self._sessions.get(worker.id)
+        session = self._live.get(worker.id)
         if session is not None and session.connected:
             return True
         stub: worker_pb2_grpc.WorkerServiceAsyncStub
@@ -261,21 +269,20 @@ class Sessions:
         return described.epoch == worker.epoch
 
     def _changed(self, id: str, worker: registry_pb2.Worker | None) -> None:
-        if worker is None:
-            session = self._sessions.get(id)
-            if session is not None:
-                session.retire()
-        elif worker.role in (registry_pb2.ROLE_DECODE, registry_pb2.ROLE_MERGED) and worker.model == self._model:
-            self._ensure(id, worker.address)
+        known = self._live.get(id)
+        if worker is not None and (worker.role not in _STREAMING or worker.model != self._model):
+            worker = None
+        if known is not None and (worker is None or worker.address != known.address):
+            del self._live[id]
+            known.retire()
+        if worker is not None and id not in self._live:
+            session = self._by_address.get(worker.address)
+            if session is None or session.retired or session.worker != id:
+                session = self._open(id, worker.address)
+            self._live[id] = session
 
-    def _ensure(self, id: str, address: str) -> Session:
-        session = self._sessions.get(id)
-        if session is not None and session.address == address and not session.retired:
-            return session
-        if session is not None:
-            session.retire()
-        session = Session(id, address, self._frontend, self._channels, self._metrics)
-        self._sessions[id] = session
+    def _open(self, id: str, address: str) -> Session:
+        session = self._by_address[address] = Session(id, address, self._frontend, self._channels, self._metrics)
         self._background.spawn(self._keep(session), f"session {id}")
         return session
 
@@ -283,5 +290,11 @@ class Sessions:
         try:
             await session.run()
         finally:
-            if self._sessions.get(session.worker) is session:
-                del self._sessions[session.worker]
+            if self._by_address.get(session.address) is session:
+                del self._by_address[session.address]
+
+    async def _expire(self, session: Session) -> None:
+        """A plan may know a worker before the registry shows it here, or after it has gone for good."""
+        await asyncio.sleep(UNKNOWN_S)
+        if self._live.get(session.worker) is not session:
+            session.retire()

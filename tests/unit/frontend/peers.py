@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +83,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.role = role
         self.script = script
         self.refusal: BatonError | None = None
+        self.heartbeat: worker_pb2.Heartbeat | None = worker_pb2.Heartbeat(time=1.0)
+        """What each heartbeat says; None: silence."""
         self.attempts: list[Attempt] = []
         self.address = ""
         self.sessions: dict[str, asyncio.Queue[worker_pb2.Frame | None]] = {}
@@ -124,15 +125,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Session(self, request: worker_pb2.SessionRequest, context: Any) -> AsyncIterator[worker_pb2.Frame]:
         queue: asyncio.Queue[worker_pb2.Frame | None] = asyncio.Queue()
         self.sessions[request.session] = queue
-        beat = worker_pb2.Frame(epoch=self.epoch, heartbeat=worker_pb2.Heartbeat(time=time.time()))
         try:
-            yield beat
+            yield worker_pb2.Frame(epoch=self.epoch, heartbeat=worker_pb2.Heartbeat(time=1.0))
             while True:
                 try:
                     async with asyncio.timeout(0.2):
                         frame = await queue.get()
                 except TimeoutError:
-                    frame = beat
+                    if self.heartbeat is None:
+                        continue
+                    frame = worker_pb2.Frame(epoch=self.epoch, heartbeat=self.heartbeat)
                 if frame is None:
                     return
                 yield frame
