@@ -90,11 +90,13 @@ class Attempt:
     def send_first(self, first: Sequence[FirstToken], prompt_logprobs: Sequence[TokenLogprob | None] = ()) -> None:
         """Pass on the first token of every choice, drawn where the prompt was computed."""
         for i, token in enumerate(first):
-            logprobs = () if token.logprob is None else (token.logprob,)
+            # A token that stops its choice is no output, here as in an engine's own events.
+            ids = () if token.finish is FinishReason.STOP else (token.token_id,)
+            logprobs = (token.logprob,) if ids and token.logprob is not None else ()
             self._send_tokens(
                 token.choice,
                 len(self.request.emitted_ids),
-                (token.token_id,),
+                ids,
                 logprobs,
                 token.finish,
                 prompt_logprobs if i == 0 else (),

@@ -84,6 +84,7 @@ class ScriptedEngine(Engine):
         self.gate.set()
         self.fail_reserve: BatonError | None = None
         self.fail_read: list[Reason] = []
+        self.first_stops = False
         self.generated: list[tuple[Request, Sequence[FirstToken], int]] = []
 
     async def step(self) -> None:
@@ -117,6 +118,8 @@ class ScriptedEngine(Engine):
     def first(self, request: Request) -> list[FirstToken]:
         """The first token of each choice."""
         finish = FinishReason.LENGTH if request.sampling.max_tokens == 1 else None
+        if self.first_stops:
+            finish = FinishReason.STOP
         return [
             FirstToken(c, token(request.prompt_ids, c, len(request.emitted_ids)), None, finish) for c in request.choices
         ]

@@ -56,6 +56,15 @@ async def test_one_token_needs_no_kv() -> None:
         assert both.decode.engine.generated == []
 
 
+async def test_a_first_token_that_stops_is_no_output() -> None:
+    async with pair() as both:
+        both.prefill.engine.first_stops = True
+        await both.client.submit("u", PROMPT, both.plan())
+        last = await both.client.until("u")
+        assert (both.client.tokens("u"), last.finish) == ([], "stop")
+        await both.idle()
+
+
 async def test_choices() -> None:
     async with pair() as both:
         await both.client.submit("u", PROMPT, both.plan(), choices=(0, 1))
