@@ -88,19 +88,9 @@ def _cli(home: Home) -> Iterator[Cli]:
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest) -> str:
-    """The real model's file."""
-    named = os.environ.get("BATON_TEST_MODEL")
-    path = Path(named) if named else Path(__file__).parents[2] / ".baton" / "models" / f"{SERVED}.gguf"
-    if not path.exists():
-        pytest.fail(f"no model at {path}: run `make deps`")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def up(model: str) -> list[str]:
+def up(model_path: Path) -> list[str]:
     """`baton up` on ports of its own."""
-    return ["up", "--model", model, "--served-name", SERVED, "--http-port", "0", "--etcd-port", "0"]
+    return ["up", "--model", str(model_path), "--served-name", SERVED, "--http-port", "0", "--etcd-port", "0"]
 
 
 @pytest.fixture(scope="module")
