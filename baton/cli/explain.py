@@ -55,7 +55,6 @@ def _request(home: Home, prompt: str, max_tokens: int, raw: bool) -> router_pb2.
     tokens = model.tokenizer.encode(text, add_special=raw)
     return router_pb2.RouteRequest(
         uid=f"explain-{uuid.uuid4().hex[:12]}",
-        attempt=1,
         model=model.name,
         prompt_tokens=len(tokens),
         max_tokens=max_tokens,
