@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,21 @@ HANG_S = 60.0
 
 
 class WorkerProcess:
-    """One `python -m services.<role>`. Leaving the context ends it, whatever state it is in."""
+    """One `python -m services.<role>`. Leaving the context ends it, whatever state it is in.
 
-    def __init__(self, role: str, id: str, directory: Path, **flags: object) -> None:
+    `mark` is added to its environment, and so to that of its children: by it they can be found.
+    """
+
+    def __init__(
+        self, role: str, id: str, directory: Path, mark: Mapping[str, str] | None = None, **flags: object
+    ) -> None:
         self.role = role
         self.id = id
         self.log_path = directory / f"{id}.log"
         command = [sys.executable, "-m", f"services.{role}", "--id", id]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(mark or {})}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment

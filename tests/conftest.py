@@ -1,0 +1,26 @@
+"""What every test may ask for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FETCH_S = 900.0
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The real model, SmolLM2-135M-Instruct as GGUF: `BATON_TEST_MODEL`, else the checkout's own copy, fetched once."""
+    if named := os.environ.get("BATON_TEST_MODEL"):
+        return Path(named)
+    path = ROOT / ".baton" / "models" / "smollm2-135m-instruct.gguf"
+    if not path.exists():
+        command = [sys.executable, "-m", "baton.cli.main", "fetch"]
+        environment = {**os.environ, "BATON_HOME": str(ROOT / ".baton")}
+        subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, timeout=FETCH_S, check=True)
+    return path

@@ -1,0 +1,262 @@
+"""The whole of Baton as real processes, for tests: started, broken, mended and ended by name.
+
+Names: etcd, router, kvstore, prefill-1..., decode-1..., merged-1..., and the frontends as they are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.v1 import kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.etcd import EtcdServer
+from tests.worker_process import WorkerProcess
+
+SERVED = "smollm2-135m-instruct"
+MARK = "BATON_TEST_STACK"
+HANG_S = 120.0
+CLEAN_S = 10.0
+"""Within this everything that a request held is free again, on whatever machine runs the tests."""
+LEAVE_S = 20.0
+_STUBS = {
+    "router": router_pb2_grpc.RouterServiceStub,
+    "kvstore": kvstore_pb2_grpc.KvStoreServiceStub,
+    "prefill": worker_pb2_grpc.WorkerServiceStub,
+    "decode": worker_pb2_grpc.WorkerServiceStub,
+    "merged": worker_pb2_grpc.WorkerServiceStub,
+}
+WORKERS = ("prefill", "decode", "merged")
+
+
+class Stack:
+    """One run. `frontends` maps names to their --fallback; `workers` are flags for every worker."""
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        merged: int = 1,
+        kvstore: bool = True,
+        dtype: str = "float32",
+        frontends: Mapping[str, str] | None = None,
+        **workers: object,
+    ) -> None:
+        self.directory = directory
+        self.mark = {MARK: secrets.token_hex(8)}
+        self.etcd = EtcdServer(directory)
+        self.processes: dict[str, WorkerProcess] = {}
+        shared: dict[str, object] = {"etcd": self.etcd.address}
+        served: dict[str, object] = {**shared, "model": model, "served_name": SERVED}
+        self._plan: dict[str, tuple[str, dict[str, object]]] = {"router": ("router", shared)}
+        if kvstore:
+            self._plan["kvstore"] = ("kvstore", {**shared, "capacity_gib": 0.1})
+        for role, count in (("prefill", prefill), ("decode", decode), ("merged", merged)):
+            for n in range(1, count + 1):
+                flags = {**served, "dtype": dtype, "pool_gib": 0.5, **workers}
+                self._plan[f"{role}-{n}"] = (role, flags)
+        for name, fallback in (frontends or {"frontend": "auto"}).items():
+            self._plan[name] = ("frontend", {**served, "port": 0, "fallback": fallback})
+
+    # ---- life
+
+    def start(self) -> Stack:
+        """Start everything; returns when completions can be served by every worker."""
+        try:
+            self.etcd.start()
+            self.heal()
+        except BaseException:
+            self._end_all()
+            raise
+        return self
+
+    def heal(self) -> None:
+        """Continue what was stopped, start what has ended, and wait until everybody has found everybody."""
+        if self.etcd.process is None:
+            self.etcd.start()
+        for name in self.processes:
+            self.cont(name)
+        ended = [n for n in self._plan if n not in self.processes or self.processes[n].process.poll() is not None]
+        for name in ended:
+            self.launch(name)
+        for name in ended:
+            self.processes[name].wait_ready()
+        self.wait_usable()
+
+    def launch(self, name: str) -> WorkerProcess:
+        """Start a process (again, under its old name) without waiting for it."""
+        role, flags = self._plan[name]
+        self.processes[name] = WorkerProcess(role, name, self.directory, self.mark, **flags)
+        return self.processes[name]
+
+    def restart(self, name: str) -> None:
+        """kill -9 and start again under the same name: a new process with a new epoch."""
+        self.kill(name)
+        self.launch(name).wait_ready()
+
+    def kill(self, *names: str) -> None:
+        """kill -9."""
+        for name in names:
+            self.processes[name].kill()
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP the process and its engine: its ports stay open, nothing answers."""
+        process = psutil.Process(self.processes[name].process.pid)
+        for one in (process, *process.children(recursive=True)):
+            one.suspend()
+
+    def cont(self, name: str) -> None:
+        """SIGCONT; nothing when it has ended."""
+        if self.processes[name].process.poll() is None:
+            process = psutil.Process(self.processes[name].process.pid)
+            for one in (*process.children(recursive=True), process):
+                one.resume()
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM, without waiting."""
+        self.processes[name].signal(signal.SIGTERM)
+
+    def teardown(self) -> None:
+        """Nothing leaks and nothing is left. Ends everything in any case."""
+        try:
+            self.settle()
+        finally:
+            left = self._end_all()
+        assert not left, f"left behind: {left}"
+
+    # ---- what it is
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs, etcd included."""
+        running = {name: p.process.pid for name, p in self.processes.items() if p.process.poll() is None}
+        return running | ({"etcd": self.etcd.process.pid} if self.etcd.process is not None else {})
+
+    def marked(self) -> list[psutil.Process]:
+        """Every live process of this run, children of the dead included; etcd aside."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                ours = process.environ().get(MARK) == self.mark[MARK]
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def url(self, frontend: str = "frontend") -> str:
+        """The HTTP address of a frontend."""
+        return f"http://{self.processes[frontend].address}"
+
+    def workers(self, *roles: str) -> list[str]:
+        """Names of the workers of these roles (all without), dead ones included."""
+        return [name for name, (role, _) in self._plan.items() if role in (roles or WORKERS)]
+
+    def log(self, name: str) -> str:
+        """The end of what a process said."""
+        return self.etcd.log() if name == "etcd" else self.processes[name].log()
+
+    def metric(self, name: str, metric: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, now; 0 without any."""
+        text = httpx.get(self.processes[name].metrics, timeout=HANG_S, trust_env=False).text
+        samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
+        return sum(s.value for s in samples if s.name == metric and labels.items() <= s.labels.items())
+
+    def missing(self, frontend: str = "frontend") -> list[dict[str, str]]:
+        """What /ready says is missing."""
+        reply = httpx.get(f"{self.url(frontend)}/ready", timeout=HANG_S, trust_env=False)
+        missing: list[dict[str, str]] = reply.json()["missing"]
+        assert (reply.status_code == 200) == (not missing) == reply.json()["ready"]
+        return missing
+
+    def states(self) -> dict[str, str]:
+        """The router's word on every worker."""
+        with self._stub("router") as router:
+            reply = router.View(router_pb2.ViewRequest(), timeout=HANG_S)
+        return {view.worker.id: view.state for view in reply.workers}
+
+    def wait_usable(self) -> None:
+        """Wait until the router has every worker in service and every frontend a session with every streaming one."""
+        everyone = self.workers()
+        until(lambda: all(self.states().get(name) == "serving" for name in everyone), self.states)
+        streaming = len(self.workers("decode", "merged"))
+        for name, (role, _) in self._plan.items():
+            if role == "frontend":
+                until(lambda name=name: not self.missing(name), lambda name=name: self.missing(name))
+                until(lambda name=name: self.metric(name, "baton_frontend_sessions") == streaming)
+
+    # ---- leaks
+
+    def findings(self) -> dict[str, list[str]]:
+        """What every live worker, router and store still holds."""
+        found = {}
+        for name, (role, _) in self._plan.items():
+            if role in _STUBS and name in self.processes and self.processes[name].process.poll() is None:
+                with self._stub(name) as stub:
+                    reply = stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=HANG_S)
+                if reply.findings:
+                    found[name] = list(reply.findings)
+        return found
+
+    def settle(self, within_s: float = CLEAN_S) -> float:
+        """Wait until nothing is held any more; how long that took. Fails with what still is."""
+        began = time.monotonic()
+        while found := self.findings():
+            if time.monotonic() - began > within_s:
+                logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in found)
+                raise AssertionError(f"still held after {within_s} s: {found}\n{logs}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def clear_caches(self) -> None:
+        """Every worker forgets the prefixes it knows."""
+        for name in self.workers():
+            with self._stub(name) as stub:
+                stub.ClearCache(worker_pb2.ClearCacheRequest(), timeout=HANG_S)
+
+    @contextlib.contextmanager
+    def _stub(self, name: str) -> Iterator[object]:
+        options = [("grpc.enable_http_proxy", 0)]
+        with grpc.insecure_channel(self.processes[name].address, options=options) as channel:
+            yield _STUBS[self._plan[name][0]](channel)
+
+    def _end_all(self) -> list[str]:
+        """End everything, frontends first; what did not go when told to, or went badly."""
+        left = []
+        running = [p for p in reversed(self.processes.values()) if p.process.poll() is None]
+        for process in running:
+            self.cont(process.id)
+            process.signal(signal.SIGTERM)
+        for process in running:
+            try:
+                code = process.process.wait(LEAVE_S)
+            except Exception:
+                process.kill()
+                code = -signal.SIGKILL
+            if code != 0:
+                left.append(f"{process.id} ended with {code}:\n{process.log()}")
+        self.etcd.stop()
+        with contextlib.suppress(AssertionError):
+            until(lambda: not self.marked(), within_s=CLEAN_S)
+        for process in self.marked():
+            with contextlib.suppress(psutil.Error):
+                left.append(f"pid {process.pid}: {' '.join(process.cmdline())}")
+                os.kill(process.pid, signal.SIGKILL)
+        return left
+
+
+def until(condition: Callable[[], bool], describe: Callable[[], object] = str, within_s: float = HANG_S) -> None:
+    """Wait until `condition()`; only a hang fails."""
+    hang = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < hang, describe()
+        time.sleep(0.05)
