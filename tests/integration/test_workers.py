@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from baton.v1 import worker_pb2 as pb
@@ -99,17 +100,19 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=tokens)
 
 
-async def computed(worker: WorkerProcess) -> float:
-    """Prompt tokens this worker has computed since it started, from its /metrics."""
-    import httpx
-
-    await asyncio.sleep(1.2)  # the gauges are refreshed each second
+async def metric(worker: WorkerProcess, name: str) -> float:
+    """The sum of one metric of a worker, over its labels."""
     async with httpx.AsyncClient(trust_env=False) as client:
         text = (await client.get(worker.metrics, timeout=HANG_S)).text
-    for line in text.splitlines():
-        if line.startswith("baton_worker_prefill_tokens_computed_total"):
-            return float(line.split()[1])
-    raise AssertionError(text)
+    values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"baton_worker_{name}")]
+    assert values, text
+    return sum(values)
+
+
+async def computed(worker: WorkerProcess) -> float:
+    """Prompt tokens this worker has computed since it started."""
+    await asyncio.sleep(1.2)  # the engine's figures are refreshed each second
+    return await metric(worker, "prefill_tokens_computed_total")
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 200, 700])
@@ -217,7 +220,7 @@ async def test_steps_are_frames(fleet: Fleet) -> None:
         assert events > 16 * 60
         assert filled < events / 4, "tokens of one step travel together"
         assert [f.seq for f in decode.frames] == list(range(1, len(decode.frames) + 1))
-        assert any(f.HasField("heartbeat") for f in decode.frames[1:])
+        await decode.frame(lambda f: f.HasField("heartbeat") and f.seq > 1)
 
 
 # --- refusals ---
@@ -346,9 +349,14 @@ async def test_the_lease_ends_before_everything_is_here(fleet: Fleet, scripted: 
     async with frontend(fleet.decode) as decode:
         computed = await computed_for(fleet, scripted, decode, ids)
 
+        three = sum(h.length for h in computed.handles[:3])
+
         async def script(request: pb.RunRequest, write: Write) -> None:
+            moved = await metric(fleet.decode, "transfer_bytes_total")
             await write(scripted.accepted())
             await write(blocks(computed.handles[:3]))
+            while await metric(fleet.decode, "transfer_bytes_total") < moved + three:  # noqa: ASYNC110 - a process
+                await asyncio.sleep(0.02)
             await write(done(computed.first))
 
         scripted.script = script
@@ -364,7 +372,7 @@ async def test_the_lease_ends_before_everything_is_here(fleet: Fleet, scripted: 
         events = [event async for event in _until_end(decode, "lease-2")]
         assert list(events[0].tokens.ids) == greedy(model, ids, 1)
         assert events[-1].handback.reason == "KV_LEASE_LOST"
-        assert events[-1].handback.verified_tokens in (0, 96)  # whether the read ended before the lease did
+        assert events[-1].handback.verified_tokens == 96
 
 
 async def _until_end(client: Frontend, uid: str, attempt: int = 1) -> AsyncIterator[pb.Event]:
@@ -538,7 +546,6 @@ async def test_abort_in_each_stage_frees_both_sides(fleet: Fleet) -> None:
                 elif stage == "decoding":
                     await anext(decode.events(uid))
                 assert await decode.abort(uid)
-                assert not await decode.abort(uid) or True  # idempotent: the second may still find it leaving
             slowest = max(slowest, await settle(fleet.decode, fleet.prefill))
     assert slowest < FREED_S
 
