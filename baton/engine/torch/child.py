@@ -16,7 +16,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -28,6 +27,7 @@ from baton.engine.torch.batch import Batch, SequenceSlice
 from baton.engine.torch.config import ModelConfig, load_config
 from baton.engine.torch.kvpool import KvPool
 from baton.engine.torch.model import Model
+from baton.engine.torch.options import Options
 from baton.engine.torch.page import StatsPage
 from baton.engine.torch.pool import BlockPool
 from baton.engine.torch.predict import StepCost
@@ -46,23 +46,6 @@ PR_SET_PDEATHSIG = 1
 BLOCKED_WAIT_S = 0.05
 """How long the step loop sleeps when work is there but no block for it, if no message wakes it."""
 JOBS_PER_STREAM = 8
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the worker process tells its engine on the command line, as JSON."""
-
-    model: str
-    dtype: str
-    epoch: int
-    max_streams: int
-    chunk_tokens: int
-    threads: int
-    core: int | None
-    parent: int
-    socket_fd: int
-    arena_fd: int
-    page_fd: int
 
 
 class EngineProcess:

@@ -30,8 +30,8 @@ from baton.engine.port import (
     TokenLogprob,
 )
 from baton.engine.torch import messages as m
-from baton.engine.torch.child import Options
 from baton.engine.torch.link import Link
+from baton.engine.torch.options import Options
 from baton.engine.torch.page import StatsPage
 from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
