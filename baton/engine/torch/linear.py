@@ -17,6 +17,7 @@ class Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.inputs = weight.shape[1]
         self.bias = bias
         self.bytes = weight.numel() * weight.element_size()
         self.packed = weight.device.type == "cpu" and weight.dtype in _PACKED_TYPES and torch._C._has_mkldnn
