@@ -102,12 +102,14 @@ async def test_falling_behind_gives_a_snapshot() -> None:
     await router.news.wait()
     assert router.resets == 1
     router.open.clear()
-    for i in range(module.MAX_BEHIND + 10):
-        watchers.apply(CacheEvent(stored=(i.to_bytes(16, "little"),)))
+    # Some may be taken before the stream stands still: what comes after is more than it keeps all the same.
+    keys = [i.to_bytes(16, "little") for i in range(2 * module.MAX_BEHIND + 10)]
+    for key in keys:
+        watchers.apply(CacheEvent(stored=(key,)))
         await asyncio.sleep(0)
     router.open.set()
-    await router.until({i.to_bytes(16, "little") for i in range(module.MAX_BEHIND + 10)})
-    assert router.resets == 2
+    await router.until(set(keys))
+    assert router.resets in (2, 3)
     await router.close()
 
 
