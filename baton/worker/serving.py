@@ -19,9 +19,7 @@ from baton.worker.sessions import Session, Sessions
 from baton.worker.submit import Submissions
 from baton.worker.watch import Watchers
 
-QUARANTINE_CAP = 0.5
-"""Share of the pool that late reads may hold before the process starts over with a new epoch."""
-CHECK_S = 1.0
+SHOW_S = 1.0
 
 _log = structlog.get_logger()
 
@@ -59,7 +57,7 @@ class Serving:
         spawn(self.watchers.tick(), "load")
         spawn(self._follow_tokens(), "engine events")
         spawn(self._follow_cache(), "cache events")
-        spawn(self._check(), "checks")
+        spawn(self._show(), "metrics")
 
     def say_draining(self) -> None:
         """Take no new work and tell everyone."""
@@ -98,12 +96,7 @@ class Serving:
         except BatonError as error:
             _log.warning("cache events ended", reason=error.reason.name, message=error.message)
 
-    async def _check(self) -> None:
-        """Show the engine's state, and start over when late reads hold too much of the pool."""
+    async def _show(self) -> None:
         while True:
-            await asyncio.sleep(CHECK_S)
-            stats = self.context.engine.stats()
-            self.context.metrics.engine(stats)
-            if stats.blocks_total and stats.blocks_quarantined > QUARANTINE_CAP * stats.blocks_total:
-                _log.error("late reads hold too much of the pool: starting over", blocks=stats.blocks_quarantined)
-                self._end(1)
+            await asyncio.sleep(SHOW_S)
+            self.context.metrics.engine(self.context.engine.stats())

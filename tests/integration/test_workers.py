@@ -97,7 +97,8 @@ LOCAL = pb.Plan(mode=pb.MODE_LOCAL, reasons=["LOCAL_CHEAPEST"])
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(256), k=tokens)
+    """Random ids; prompts of different lengths or seeds share no prefix that a cache could find."""
+    return random.Random(f"{tokens} {seed}").choices(range(256), k=tokens)
 
 
 async def metric(worker: WorkerProcess, name: str) -> float:
@@ -498,6 +499,19 @@ async def test_prefill_is_stopped(fleet: Fleet, spare: WorkerProcess, model: Pat
         assert result.route.reasons[-1] == "LOCAL_FALLBACK"
         spare.signal(signal.SIGCONT)
         await settle(spare, fleet.decode)
+
+
+async def test_decode_is_stopped(fleet: Fleet, tmp_path: Path, flags: dict[str, object], model: Path) -> None:
+    """Prefill does not hold its blocks for a process that does not answer; awake, that one goes on by itself."""
+    ids = prompt(1800, 52)
+    with WorkerProcess("decode", "decode-stopped", tmp_path, **flags) as decode_process:
+        async with frontend(decode_process) as decode:
+            await decode.submit(decode.attempt("stopped", ids), disaggregated(fleet.prefill, local=True))
+            decode_process.signal(signal.SIGSTOP)
+            await settle(fleet.prefill)
+            decode_process.signal(signal.SIGCONT)
+            assert (await decode.collect("stopped")).tokens == {0: greedy(model, ids, 16)}
+            await settle(decode_process)
 
 
 async def test_decode_dies_and_prefill_frees(fleet: Fleet, tmp_path: Path, flags: dict[str, object]) -> None:
