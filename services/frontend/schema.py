@@ -211,7 +211,7 @@ def _options(fields: _Fields, *, logprobs: int | None, least_tokens: int) -> Opt
         top_p=fields.number("top_p", 0, 1, above=True),
         top_k=None if top_k is None else max(0, top_k),
         min_p=fields.number("min_p", 0, 1),
-        repetition_penalty=fields.number("repetition_penalty", 0, 10, above=True),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 10),
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
         logit_bias=_logit_bias(fields),

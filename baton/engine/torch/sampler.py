@@ -119,7 +119,9 @@ def _adjust(row: Tensor, state: SamplingState) -> None:
 
 def _draw(logits: Tensor, states: Sequence[SamplingState]) -> list[int]:
     """One token a row from the filtered distribution at each row's temperature."""
-    temperature = torch.tensor([[s.params.temperature] for s in states], device=logits.device)
+    # A temperature that float32 has no normal number for would divide by zero.
+    least = torch.finfo(torch.float32).tiny
+    temperature = torch.tensor([[max(s.params.temperature, least)] for s in states], device=logits.device)
     # The most likely token at 0: nothing overflows, however small the temperature.
     x = (logits - logits.amax(-1, keepdim=True)) / temperature
     weights = x.exp()

@@ -75,6 +75,7 @@ def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"n": 0}, "n"),
         ({"n": 10**6}, "n"),
         ({"max_tokens": 0}, "max_tokens"),

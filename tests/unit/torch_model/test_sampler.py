@@ -158,6 +158,8 @@ def test_extremes() -> None:
     assert draws(logits, 20, top_p=1e-6).keys() == {top}
     assert draws(logits, 20, min_p=1.0).keys() == {top}
     assert draws(logits, 20, temperature=1e-6).keys() == {top}
+    for least in (1e-38, 1e-42, 1e-320, 5e-324):  # below what float32 can hold
+        assert draws(logits, 20, temperature=least).keys() == {top}
     assert len(draws(logits, 300, top_k=VOCAB + 5, temperature=100.0)) > 150
 
 
