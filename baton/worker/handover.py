@@ -135,7 +135,10 @@ class Handover:
         if not isinstance(event, pb.RunEvent):
             raise BatonError(Reason.KV_LEASE_LOST, f"{self.target.id} ended the run")
         if event.HasField("failure"):
-            raise from_failure(event.failure)
+            failed = from_failure(event.failure)
+            if failed.reason is Reason.DRAINING:  # of this attempt, DRAINING says that we are
+                failed = BatonError(Reason.PREFILL_UNAVAILABLE, failed.message)
+            raise failed
         return event
 
     async def _load(self) -> None:

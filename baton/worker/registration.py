@@ -7,6 +7,7 @@ import time
 from importlib.metadata import version
 
 from baton.rpc.codec import layout_to_pb
+from baton.transfer.transports import HOST_KEY
 from baton.v1 import registry_pb2
 from baton.worker.context import WorkerContext
 
@@ -41,7 +42,7 @@ def worker_message(
         draining=context.draining,
         wire_version=WIRE_VERSION,
         release=version("baton"),
-        transports=sorted(context.peer.metadata),
+        transports=sorted(set(context.peer.metadata) - {HOST_KEY}),
         started=time.time(),
         pid=os.getpid(),
     )

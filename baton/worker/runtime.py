@@ -113,7 +113,7 @@ class WorkerRuntime:
         await server.set_serving(True)
         ready = {"ready": True, "id": self._id, "address": address, "metrics": metrics.url, "pid": os.getpid()}
         print(json.dumps(ready), flush=True)
-        _log.info("ready", address=address, epoch=self._epoch, transports=sorted(context.peer.metadata))
+        _log.info("ready", address=address, epoch=self._epoch, transports=list(message.transports))
         code = await self._stop
         await self._leave(serving, server, code)
         return code

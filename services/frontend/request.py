@@ -289,7 +289,7 @@ class Generation:
         strict = self._backend.fallback == worker_pb2.FALLBACK_STRICT and unplanned and not resumed
         if not error.reason.retryable or strict or self._failures > MAX_FAILURES:
             raise error
-        if broken.handback:
+        if broken.handback and error.reason is not Reason.DRAINING:
             # The streaming worker is well; what it was to get the KV from is not.
             self._exclude.update(t.id for t in (plan.prefill, plan.alternate) if t.id)
         else:
