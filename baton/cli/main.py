@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,7 +128,8 @@ def up(
         markup=False,
         soft_wrap=True,
     )
-    out.print(f"  logs: {home.shown(home.logs)}/   status: baton status   end: baton down", soft_wrap=True)
+    me = "baton" if shutil.which("baton") else home.shown(Path(sys.argv[0]).resolve())
+    out.print(f"  logs: {home.shown(home.logs)}/   status: {me} status   end: {me} down", soft_wrap=True)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.process import Record, children_of, process_of, records
 from baton.cli.rpc import ask, running
+from baton.cli.stack import STOP_ORDER
 from baton.v1 import router_pb2, router_pb2_grpc
 
 SAMPLE_S = 0.5
@@ -54,7 +55,9 @@ class Status:
 
 def status(home: Home) -> Status:
     """Measure, and ask the router. A router that does not answer leaves its column empty."""
-    found = [(record, process_of(record)) for record in records(home)]
+    order = [*reversed(STOP_ORDER)]
+    known = sorted(records(home), key=lambda record: (order.index(record.role), record.name))
+    found = [(record, process_of(record)) for record in known]
     before = {record.name: _cpu_seconds(process) for record, process in found if process}
     began = time.monotonic()
     views: dict[str, router_pb2.WorkerView] = {}
