@@ -52,10 +52,11 @@ class _Group:
 
     sequences: int
     tokens: int
-    positions: int
     rows: Tensor | None
-    gather: Tensor
-    bias: Tensor | None
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    """[sequences * kv_heads, new tokens x heads of the group, positions], 0 or minus infinity."""
 
 
 class PagedAttention:
@@ -66,6 +67,7 @@ class PagedAttention:
         self._heads = heads
         self._kv_heads = pool.kv_heads
         self._device = pool.tensor.device
+        self._fused = self._device.type != "cpu"
         self._write = self._write_index(batch)
         self._groups = self._make_groups(batch)
         # A layer's rows are those of layer 0, further on: one index serves all layers through shifted views.
@@ -89,9 +91,18 @@ class PagedAttention:
 
     def _attend(self, group: _Group, query: Tensor, blocks: Tensor) -> Tensor:
         n, tokens, kv_heads, dim = group.sequences, group.tokens, self._kv_heads, self._pool.head_dim
-        keys, values = blocks.index_select(0, group.gather).view(2, n, kv_heads, group.positions, dim)
-        query = query.view(n, tokens, kv_heads, -1, dim).transpose(1, 2).reshape(n, kv_heads, -1, dim)
-        out = _attention(query, keys, values, group.bias)
+        query = query.view(n, tokens, kv_heads, -1, dim).transpose(1, 2).reshape(n * kv_heads, -1, dim)
+        keys = blocks.index_select(0, group.keys).view(n * kv_heads, -1, dim)
+        if self._fused:
+            values = blocks.index_select(0, group.values).view(n * kv_heads, -1, dim)
+            out = functional.scaled_dot_product_attention(query[None], keys[None], values[None], group.bias[None])
+        else:
+            # On a CPU two products take a third of the fused kernel's time in bf16 (scores are rounded to bf16 then, as
+            # in transformers' eager attention) and no more in f32. Keys are dropped before values are gathered: half
+            # the memory, and the nearer cache holds it.
+            weights = torch.baddbmm(group.bias, query, keys.transpose(1, 2), alpha=1.0 / math.sqrt(dim)).softmax(-1)
+            del keys
+            out = torch.bmm(weights, blocks.index_select(0, group.values).view(n * kv_heads, -1, dim))
         return out.view(n, kv_heads, tokens, -1, dim).transpose(1, 2).reshape(n * tokens, -1)
 
     def _write_index(self, batch: Batch) -> Tensor:
@@ -127,32 +138,17 @@ class PagedAttention:
         blocks = max(-(-s.end // size) for s in sequences)
         # Padding repeats a sequence's own last block: finite numbers, masked.
         tables = torch.tensor([_padded(s.block_table[: -(-s.end // size)], blocks) for s in sequences])
-        heads = torch.arange(2 * self._kv_heads).view(2, 1, self._kv_heads, 1)
-        gather = tables.view(1, n, 1, blocks) * (pool.layers * 2 * self._kv_heads) + heads
+        first = tables.view(n, 1, blocks) * (pool.layers * 2 * self._kv_heads)
+        keys = (first + torch.arange(self._kv_heads)[:, None]).flatten().to(self._device)
         seen = torch.tensor([s.start for s in sequences])[:, None] + torch.arange(1, tokens + 1)
         hidden = torch.arange(blocks * size) >= seen[..., None]
-        bias = None
-        if hidden.any():
-            bias = torch.zeros(hidden.shape, dtype=pool.tensor.dtype).masked_fill_(hidden, float("-inf"))
-            bias = bias.repeat_interleave(self._heads // self._kv_heads, 1)[:, None].to(self._device)
-            bias = bias.expand(n, self._kv_heads, -1, -1).contiguous()
+        bias = torch.zeros(hidden.shape, dtype=pool.tensor.dtype).masked_fill_(hidden, float("-inf"))
+        bias = bias.repeat_interleave(self._heads // self._kv_heads, 1)[:, None]
+        bias = bias.expand(-1, self._kv_heads, -1, -1).flatten(0, 1)
         rows = None
         if starts is not None:
             rows = (torch.tensor(starts)[:, None] + torch.arange(tokens)).flatten().to(self._device)
-        return _Group(n, tokens, blocks * size, rows, gather.flatten().to(self._device), bias)
-
-
-def _attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(query keys' / sqrt(dim) + bias) values, each [sequences, kv_heads, rows or positions, dim].
-
-    On a CPU, torch's fused kernel has no bf16 products: two batched oneDNN products take a third of its time, with
-    scores rounded to bf16 as in transformers' eager attention. In f32 and on a GPU the fused kernel is no slower.
-    """
-    if bias is None or query.device.type != "cpu" or query.dtype == torch.float32:
-        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias)
-    scale = 1.0 / math.sqrt(query.shape[-1])
-    scores = torch.baddbmm(bias.flatten(0, 1), query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(query.shape)
+        return _Group(n, tokens, rows, keys, keys + self._kv_heads, bias.to(self._device))
 
 
 def _padded(table: Sequence[int], length: int) -> list[int]:

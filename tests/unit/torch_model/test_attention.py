@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.torch.attention import PADDING, SPARE_BLOCKS, group_sequences, opened_slots
+from baton.engine.torch.attention import PADDING, SPARE_BLOCKS, PagedAttention, group_sequences, opened_slots
 from baton.engine.torch.batch import Batch, SequenceSlice
+from baton.engine.torch.config import ModelConfig
+from baton.engine.torch.kvpool import KvPool
 
 shapes = st.lists(st.tuples(st.sampled_from([1, 1, 1, 7, 256]), st.integers(1, 300)), min_size=1, max_size=40)
 
@@ -40,3 +43,15 @@ def test_slots_that_are_opened_and_not_filled() -> None:
     assert opened(5, 70) == [12]
     assert opened(32, 20) == [11]
     assert opened(40, 5) == []
+
+
+def test_the_kernel_for_gpus_gives_what_the_products_give() -> None:
+    config = ModelConfig("llama", 2, 64, 4, 2, 16, 96, 96, 1e-5, 1e4, None, True, 512, ())
+    pool = KvPool(torch.zeros(8 * 2 * 2 * 2 * 32 * 16 * 4, dtype=torch.uint8), config, torch.float32)
+    pool.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    batch = Batch([SequenceSlice([1], 40, [0, 1]), SequenceSlice([1] * 9, 30, [2, 5]), SequenceSlice([1], 3, [7])])
+    query, key_value = torch.randn(11, 4, 16), torch.randn(11, 4, 16)
+    attention = PagedAttention(batch, pool, heads=4)
+    products = attention(1, query, key_value)
+    attention._fused = True
+    torch.testing.assert_close(attention(1, query, key_value), products, rtol=1e-4, atol=1e-5)
