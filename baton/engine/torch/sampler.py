@@ -19,8 +19,9 @@ from torch import Tensor
 from baton.engine.port import SamplingParams, TokenLogprob
 from baton.engine.torch.noise import uniform
 
-CANDIDATES = 128
-"""Most likely tokens looked at for top-p before all of the vocabulary is sorted."""
+CUTS = (-3.0, -6.0, -10.0, -16.0)
+"""For top-p: how far below the most likely token candidates are looked for, in turn, before all tokens are sorted.
+Sorting a vocabulary of 50,000 takes 3 ms; the few hundred tokens that matter, a fiftieth of that."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,10 @@ def _threshold(row: Tensor, weights: Tensor, params: SamplingParams) -> Tensor |
 
 def _top_p_threshold(row: Tensor, goal: Tensor) -> Tensor:
     """The value of the token at which the weights of the most likely ones reach `goal`."""
-    for count in (min(CANDIDATES, row.shape[0]), row.shape[0]):
-        best = row.topk(count).values
-        reached = int(torch.searchsorted(best.exp().cumsum(0, dtype=torch.float64), goal))
-        if reached < count:
-            return best[reached]
-    return best[-1]
+    for cut in (*CUTS, float("-inf")):
+        candidates = row[row > cut]
+        if cut == float("-inf") or candidates.exp().sum(dtype=torch.float64) > goal:
+            break
+    best = candidates.sort(descending=True).values
+    reached = int(torch.searchsorted(best.exp().cumsum(0, dtype=torch.float64), goal))
+    return best[min(reached, len(best) - 1)]
