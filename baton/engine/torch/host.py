@@ -168,11 +168,16 @@ class TorchEngine(Engine):
             yield step
 
     async def cache_events(self) -> AsyncIterator[list[CacheEvent]]:
-        while (event := await self._cache_events.get()) is not None:
-            events = [event]
-            while not self._cache_events.empty() and (more := self._cache_events.get_nowait()) is not None:
-                events.append(more)
-            yield events
+        while True:
+            queued = [await self._cache_events.get()]
+            while not self._cache_events.empty():
+                queued.append(self._cache_events.get_nowait())
+            events = [event for event in queued if event is not None]
+            if events:
+                yield events
+            if None in queued:
+                self._cache_events.put_nowait(None)  # every later consumer meets the end too
+                return
 
     # ---- requests
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 from baton.engine.torch.host import TorchEngine
 from tests.tiny_model import greedy, make_tiny_model
@@ -20,13 +21,8 @@ Oracle = Callable[[list[int], int], list[int]]
 
 def make_engine(model: Path, *, blocks: int = 96, epoch: int = 1, owner: str = "w", **options: object) -> TorchEngine:
     """Small, in float32: the dtype that promises exact text."""
-    return TorchEngine(
-        model,
-        arena_bytes=blocks * BLOCK_BYTES,
-        epoch=epoch,
-        owner=owner,
-        **{"dtype": "float32", "max_streams": 16, "chunk_tokens": 24} | options,  # type: ignore[arg-type]
-    )
+    small = {"dtype": "float32", "max_streams": 16, "chunk_tokens": 24, "arena_bytes": blocks * BLOCK_BYTES}
+    return TorchEngine(model, epoch=epoch, owner=owner, **small | options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +33,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def oracle(tiny_model: Path) -> Oracle:
     """transformers' greedy output in float32."""
+    torch.set_num_threads(1)
 
     @functools.cache
     def cached(prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
