@@ -1,0 +1,201 @@
+"""What one step holds and who gives way, case by case. (Any order of everything: `test_scheduler_machine`.)"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from baton.engine.port import FinishReason, Request, SamplingParams
+from baton.engine.torch.scheduler import Drawn, Limits, Outcome
+from baton.engine.torch.sequence import Job
+from baton.errors import BatonError, Reason
+from tests.unit.torch_engine.fake_kv import BLOCK, VOCAB, FakeKv, expected, next_token
+
+LIMITS = Limits(
+    block_size=BLOCK, chunk_tokens=6, max_streams=3, max_jobs=6, max_context=40, vocab_size=VOCAB, eos_token_ids=(0,)
+)
+
+
+def asked(uid: str, length: int, *, max_tokens: int = 4, choices: int = 1, deadline_s: float = 1e6) -> Request:
+    prompt = [(ord(uid[0]) + 7 * i) % 29 + 1 for i in range(length)]
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0, ignore_eos=True)
+    return Request(uid, 1, prompt, sampling, b"r" * 16, time.time() + deadline_s, tuple(range(choices)))
+
+
+def start(kv: FakeKv, request: Request) -> Job:
+    job = kv.reserve(request)
+    kv.scheduler.generate(job, [], [])
+    return job
+
+
+def planned(kv: FakeKv) -> list[tuple[str, int]]:
+    """Who computes how much in the next step; the step is done."""
+    outcome = Outcome()
+    work = kv.scheduler.plan(outcome)
+    kv.forward(work)
+    draws = kv.scheduler.computed(work)
+    kv.scheduler.apply(work, draws, kv.draw(draws), outcome)
+    return [(item.sequence.job.request.uid, item.count) for item in work]
+
+
+@pytest.fixture
+def kv() -> FakeKv:
+    return FakeKv(24, LIMITS)
+
+
+def test_prompts_share_a_chunk_oldest_first_beside_decoding(kv: FakeKv) -> None:
+    start(kv, asked("a", 3))
+    assert planned(kv) == [("a", 3)]
+    start(kv, asked("b", 4))
+    start(kv, asked("c", 9))
+    assert planned(kv) == [("a", 1), ("b", 4), ("c", 2)]
+    assert planned(kv) == [("a", 1), ("b", 1), ("c", 6)]
+    assert planned(kv) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_streams_are_bounded_and_the_next_moves_up(kv: FakeKv) -> None:
+    for uid in "abcd":
+        start(kv, asked(uid, 1, max_tokens=3))
+    assert [uid for uid, _ in planned(kv)] == ["a", "b", "c"]
+    assert [uid for uid, _ in planned(kv)] == ["a", "b", "c"]
+    assert [uid for uid, _ in planned(kv)] == ["a", "b", "c"]
+    assert planned(kv) == [("d", 1)]
+
+
+def test_prefills_for_peers_need_no_stream(kv: FakeKv) -> None:
+    for uid in "abc":
+        start(kv, asked(uid, 1, max_tokens=9))
+    planned(kv)
+    kv.scheduler.prefill(kv.reserve(asked("d", 3)))
+    assert ("d", 3) in planned(kv)
+
+
+def test_the_youngest_gives_way_and_comes_back(kv: FakeKv) -> None:
+    kv = FakeKv(6, LIMITS)
+    requests = [asked("a", 7, max_tokens=10), asked("b", 7, max_tokens=10)]
+    for request in requests:
+        start(kv, request)
+    outputs: dict[str, list[int]] = {"a": [], "b": []}
+    for _ in range(60):
+        for event in kv.step().tokens:
+            outputs[event.uid] += event.token_ids
+        if kv.scheduler.preemptions == 1 and len(outputs["a"]) < 10:
+            assert kv.scheduler.running == 1
+            assert kv.scheduler.waiting == 1
+    assert kv.scheduler.preemptions >= 1
+    for request in requests:
+        assert outputs[request.uid] == expected(request, 0, LIMITS)[0]
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_one_that_waits_for_blocks_is_passed_by_one_that_holds_its_own(kv: FakeKv) -> None:
+    """Else both wait for ever: the first for blocks, the second for its turn."""
+    kv = FakeKv(8, replace(LIMITS, chunk_tokens=4))
+    first = start(kv, asked("a", 8, max_tokens=20))
+    for _ in range(2):
+        kv.step()
+    second = start(kv, asked("b", 12, max_tokens=2))
+    ended = set()
+    for _ in range(60):
+        ended |= {event.uid for event in kv.step().tokens if event.finish is not None}
+    assert ended == {"a", "b"}
+    assert first.released
+    assert second.released
+
+
+def test_a_request_larger_than_the_pool_is_told(kv: FakeKv) -> None:
+    kv = FakeKv(3, LIMITS)
+    start(kv, asked("a", 5, max_tokens=30))
+    errors = []
+    for _ in range(20):
+        errors += [event.error for event in kv.step().tokens if event.error is not None]
+    assert errors == [Reason.NO_CAPACITY]
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_choices_share_the_prompt(kv: FakeKv) -> None:
+    job = start(kv, asked("a", 10, choices=3))
+    kv.step()
+    kv.step()
+    tables = [sequence.slots for sequence in job.sequences]
+    assert [table[:2] for table in tables] == [tables[0][:2]] * 3, "full blocks"
+    assert len({table[2] for table in tables}) == 3, "each its own tail"
+    assert kv.scheduler.pinned == 2 + 3 + 1  # and the decode room
+
+
+def test_generating_in_the_middle_of_the_prefill_that_was_left(kv: FakeKv) -> None:
+    """First tokens arrive from a peer between the step's forward pass and its end: the choices fork once."""
+    job = kv.reserve(asked("a", 5, choices=2))
+    kv.scheduler.prefill(job)
+    outcome = Outcome()
+    work = kv.scheduler.plan(outcome)
+    kv.forward(work)
+    draws = kv.scheduler.computed(work)
+    kv.scheduler.generate(job, [(c, next_token(job.prompt, c)) for c in (0, 1)], [])
+    sequences = list(job.sequences)
+    kv.scheduler.apply(work, draws, kv.draw(draws), outcome)
+    assert job.sequences == sequences
+    assert kv.scheduler.running == 2
+    assert not outcome.prefilled
+    kv.scheduler.release(job)
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_released_in_a_step_keeps_its_blocks_to_the_end(kv: FakeKv) -> None:
+    job = start(kv, asked("a", 5))
+    outcome = Outcome()
+    work = kv.scheduler.plan(outcome)
+    kv.scheduler.release(job)
+    assert kv.scheduler.pinned == 3
+    assert kv.scheduler.job(job.id) is None
+    kv.forward(work)
+    kv.scheduler.apply(work, kv.scheduler.computed(work), [], outcome)
+    assert (kv.scheduler.pinned, outcome.tokens) == (0, [])
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_a_draw_that_failed_ends_its_request_alone(kv: FakeKv) -> None:
+    good, bad = asked("a", 2), asked("b", 2)
+    start(kv, good)
+    start(kv, bad)
+    outcome = Outcome()
+    work = kv.scheduler.plan(outcome)
+    kv.forward(work)
+    draws = kv.scheduler.computed(work)
+    kv.scheduler.apply(work, draws, [kv.draw(draws)[0], Drawn(0, None, "no")], outcome)
+    assert [(e.uid, e.error) for e in outcome.tokens] == [("a", None), ("b", Reason.INTERNAL)]
+    assert kv.scheduler.running == 1
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(kv: FakeKv) -> None:
+    for uid in "abc":
+        start(kv, asked(uid, 2, deadline_s=1e6 if uid == "b" else -1))
+    waiting = kv.reserve(asked("d", 9, deadline_s=-1))
+    kv.scheduler.prefill(waiting)
+    outcome = kv.step()
+    assert {e.uid for e in outcome.tokens if e.error is Reason.DEADLINE_EXCEEDED} == {"a", "c"}
+    assert [(job.request.uid, reason) for job, reason, _ in outcome.failed] == [("d", Reason.DEADLINE_EXCEEDED)]
+    assert kv.scheduler.pinned > 0, "a prefill's blocks stay until its release"
+    kv.scheduler.release(waiting)
+
+
+def test_first_tokens_that_ended_are_not_continued(kv: FakeKv) -> None:
+    job = kv.reserve(asked("a", 4, choices=2))
+    kv.load(job, 4)
+    kv.scheduler.generate(job, [(0, 5), (1, 6)], [1])
+    events = [event for _ in range(6) for event in kv.step().tokens]
+    assert {event.choice for event in events} == {0}
+    assert events[-1].finish is FinishReason.LENGTH
+    assert [event.offset for event in events] == [1, 2, 3]
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_reservations_are_bounded(kv: FakeKv) -> None:
+    jobs = [kv.reserve(asked(uid, 1)) for uid in "abcdef"]
+    with pytest.raises(BatonError) as caught:
+        kv.reserve(asked("g", 1))
+    assert caught.value.reason is Reason.NO_CAPACITY
+    kv.scheduler.release(jobs[0])
+    kv.reserve(asked("g", 1))
