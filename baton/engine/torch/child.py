@@ -31,7 +31,7 @@ from baton.engine.torch.options import Options
 from baton.engine.torch.page import StatsPage
 from baton.engine.torch.pool import BlockPool
 from baton.engine.torch.predict import StepCost
-from baton.engine.torch.sampler import SamplingState, sample, token_logprobs
+from baton.engine.torch.sampler import Sampled, SamplingState, sample, token_logprobs
 from baton.engine.torch.scheduler import Draw, Drawn, Limits, Outcome, Scheduler, Work
 from baton.engine.torch.sequence import Job
 from baton.engine.torch.weights import load_weights
@@ -280,19 +280,24 @@ class EngineProcess:
         wanted = [last[d.sequence] for d in draws]
         picked = logits if wanted == list(range(len(logits))) else logits[wanted]
         try:
-            return [Drawn(s.token_id, s.logprob) for s in sample(picked, states)]
+            return [self._drawn(sampled) for sampled in sample(picked, states)]
         except Exception:
             return [self._draw_alone(picked[i : i + 1], state) for i, state in enumerate(states)]
 
-    @staticmethod
-    def _draw_alone(row: torch.Tensor, state: SamplingState) -> Drawn:
+    def _drawn(self, sampled: Sampled) -> Drawn:
+        """An id outside the vocabulary (of a distribution that is none) must not reach the next forward pass."""
+        if not 0 <= sampled.token_id < self.spec.vocab_size:
+            return Drawn(0, None, f"sampling gave id {sampled.token_id}")
+        return Drawn(sampled.token_id, sampled.logprob)
+
+    def _draw_alone(self, row: torch.Tensor, state: SamplingState) -> Drawn:
         """One request's parameters broke the batch's draw: it fails, the others do not."""
         try:
             (drawn,) = sample(row, [state])
         except Exception as error:
             traceback.print_exc()
             return Drawn(0, None, f"sampling failed: {type(error).__name__}: {error}")
-        return Drawn(drawn.token_id, drawn.logprob)
+        return self._drawn(drawn)
 
     def _keep_prompt_logprobs(self, work: list[Work], rows: list[range], logits: torch.Tensor) -> None:
         for item, part in zip(work, rows, strict=True):

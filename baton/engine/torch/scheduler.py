@@ -9,6 +9,7 @@ it: jobs released meanwhile keep their blocks until `apply`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, abc
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from baton.engine.torch.pool import BlockPool, PoolFull
 from baton.engine.torch.sequence import Job, Phase, Sequence
 from baton.errors import BatonError, Reason
 from baton.kv.keys import chain
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class Scheduler:
         return job
 
     def _validate(self, request: Request, prompt: list[int]) -> None:
-        limits, choices = self.limits, request.choices
+        limits, choices, params = self.limits, request.choices, request.sampling
         if not prompt:
             raise BatonError(Reason.INVALID_REQUEST, "the prompt is empty", param="prompt_ids")
         if not choices or len(set(choices)) < len(choices):
@@ -174,18 +177,19 @@ class Scheduler:
             raise BatonError(
                 Reason.INVALID_REQUEST, f"a token id is outside 0...{limits.vocab_size - 1}", param="prompt_ids"
             )
-        biased = request.sampling.logit_bias
-        if biased and (max(biased) >= limits.vocab_size or min(biased) < 0):
-            raise BatonError(
-                Reason.INVALID_REQUEST, f"a biased id is outside 0...{limits.vocab_size - 1}", param="logit_bias"
-            )
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if ids and (max(ids) >= limits.vocab_size or min(ids) < 0):
+                raise BatonError(Reason.INVALID_REQUEST, f"an id is outside 0...{limits.vocab_size - 1}", param=name)
+        for name in _NUMBERS:
+            if not math.isfinite(getattr(params, name)):
+                raise BatonError(Reason.INVALID_REQUEST, f"{name} must be a finite number", param=name)
         if len(prompt) + 1 > limits.max_context:
             raise BatonError(
                 Reason.CONTEXT_LENGTH_EXCEEDED,
                 f"{len(prompt)} prompt tokens leave no room in a context of {limits.max_context}",
                 param="prompt_ids",
             )
-        if request.sampling.max_tokens <= len(request.emitted_ids):
+        if params.max_tokens <= len(request.emitted_ids):
             raise BatonError(Reason.INVALID_REQUEST, "max_tokens leaves nothing to generate", param="max_tokens")
 
     def commit(self, job: Job, tokens: int) -> None:

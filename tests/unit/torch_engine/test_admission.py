@@ -39,6 +39,9 @@ async def refused(client: Client, asked: Request) -> BatonError:
         ({"prompt": [1], "choices": ()}, Reason.INVALID_REQUEST, "n"),
         ({"prompt": [1], "choices": (1, 1)}, Reason.INVALID_REQUEST, "n"),
         ({"prompt": [1], "logit_bias": {320: 1.0}}, Reason.INVALID_REQUEST, "logit_bias"),
+        ({"prompt": [1], "stop_token_ids": (320,)}, Reason.INVALID_REQUEST, "stop_token_ids"),
+        ({"prompt": [1], "temperature": float("nan")}, Reason.INVALID_REQUEST, "temperature"),
+        ({"prompt": [1], "repetition_penalty": float("inf")}, Reason.INVALID_REQUEST, "repetition_penalty"),
         ({"prompt": [1] * 2048}, Reason.CONTEXT_LENGTH_EXCEEDED, "prompt_ids"),
     ],
 )
@@ -104,7 +107,7 @@ async def test_a_deadline_that_has_passed(client: Client, oracle: Oracle) -> Non
 
 async def test_parameters_that_break_the_draw_break_nobody_else(client: Client, oracle: Oracle) -> None:
     """What no validation has caught: the one request fails, its neighbours in the batch do not notice."""
-    bad = request(PROMPT, temperature=1.0, max_tokens=40, top_k=-5, stop_token_ids=(2**40,), min_tokens=3)
+    bad = request(PROMPT, max_tokens=40, logprobs=-3)
     streams = [await client.submit(request(PROMPT, max_tokens=40)), await client.submit(bad)]
     with pytest.raises(BatonError) as caught:
         await streams[1].result()
@@ -115,6 +118,16 @@ async def test_parameters_that_break_the_draw_break_nobody_else(client: Client, 
         await client.prefill(reservation)
     assert caught.value.reason is Reason.INTERNAL
     await reservation.release()
+
+
+async def test_a_distribution_that_is_none_ends_its_request(client: Client, oracle: Oracle) -> None:
+    """Finite parameters can still leave nothing to draw from."""
+    nothing = request(PROMPT, max_tokens=40, temperature=1.0, repetition_penalty=0.0, logit_bias={7: float("inf")})
+    streams = [await client.submit(request(PROMPT, max_tokens=40)), await client.submit(nothing)]
+    with pytest.raises(BatonError) as caught:
+        await streams[1].result()
+    assert caught.value.reason is Reason.INTERNAL
+    assert await streams[0].tokens() == oracle(PROMPT, 40)
 
 
 async def test_first_tokens_are_of_every_choice_or_none(client: Client) -> None:
