@@ -21,9 +21,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baton.engine.port import EngineSpec, EngineStats, PrefillDone, Request, Resume, TokenEvent, TokenLogprob
+from baton.engine.port import EngineSpec, EngineStats, Request, Resume, TokenEvent
 from baton.engine.torch import messages as m
-from baton.engine.torch.batch import Batch, SequenceSlice
+from baton.engine.torch.admission import Limits
+from baton.engine.torch.compute import Computation
 from baton.engine.torch.config import ModelConfig, load_config
 from baton.engine.torch.kvpool import KvPool
 from baton.engine.torch.model import Model
@@ -31,10 +32,11 @@ from baton.engine.torch.options import Options
 from baton.engine.torch.page import StatsPage
 from baton.engine.torch.pool import BlockPool
 from baton.engine.torch.predict import StepCost
-from baton.engine.torch.sampler import Sampled, SamplingState, sample, token_logprobs
-from baton.engine.torch.scheduler import Draw, Drawn, Limits, Outcome, Scheduler, Work
+from baton.engine.torch.scheduler import Scheduler
 from baton.engine.torch.sequence import Job
+from baton.engine.torch.step import Outcome, Work
 from baton.engine.torch.weights import load_weights
+from baton.engine.torch.wire import prefilled_message, token_message
 from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import checksum
@@ -64,7 +66,6 @@ class EngineProcess:
         self._kv = KvPool(self._arena.buffer, config, dtype, BLOCK_SIZE)
         self._model = Model(config, load_weights(Path(options.model), config, dtype), self._kv)
         self._pool = BlockPool(self._kv.slots)
-        self._eos = config.eos_token_ids
         limits = Limits(
             block_size=BLOCK_SIZE,
             chunk_tokens=options.chunk_tokens,
@@ -173,7 +174,7 @@ class EngineProcess:
                     uid, attempt, choice = job.request.uid, job.request.attempt, job.request.choices[0]
                     event = TokenEvent(uid, attempt, choice, 0, error=error.reason, message=error.message)
                     scheduler.release(job)
-                    return [m.Step([_token(event)])]
+                    return [m.Step([token_message(event)])]
             case m.Release():
                 scheduler.release(job)
         return []
@@ -235,22 +236,12 @@ class EngineProcess:
 
     def _step(self, work: list[Work]) -> None:
         started = time.perf_counter()
-        steps = [
-            SequenceSlice(
-                w.sequence.tokens[w.sequence.computed : w.sequence.computed + w.count],
-                w.sequence.computed,
-                w.sequence.slots,
-                w.logits,
-            )
-            for w in work
-        ]
-        logits = self._model.forward(Batch(steps))
-        rows = self._rows(work)
+        computation = Computation(self._model, work)
         outcome = Outcome()
-        self._keep_prompt_logprobs(work, rows, logits)
+        computation.keep_prompt_logprobs()
         with self._wake:
             draws = self._scheduler.computed(work)
-        drawn = self._draw(draws, work, rows, logits)
+        drawn = computation.draw(draws)
         with self._wake:
             self._scheduler.apply(work, draws, drawn, outcome)
             self._steps += 1
@@ -262,66 +253,16 @@ class EngineProcess:
             self._publish()
         self._flush()
 
-    @staticmethod
-    def _rows(work: list[Work]) -> list[range]:
-        """Which rows of the logits belong to each part of the step."""
-        rows, at = [], 0
-        for item in work:
-            count = {"none": 0, "last": 1, "all": item.count}[item.logits]
-            rows.append(range(at, at + count))
-            at += count
-        return rows
-
-    def _draw(self, draws: list[Draw], work: list[Work], rows: list[range], logits: torch.Tensor) -> list[Drawn]:
-        last = {w.sequence: r[-1] for w, r in zip(work, rows, strict=True) if r}
-        states = [SamplingState(d.params, d.choice, d.prompt_ids, d.output_ids, self._eos) for d in draws]
-        if not states:
-            return []
-        wanted = [last[d.sequence] for d in draws]
-        picked = logits if wanted == list(range(len(logits))) else logits[wanted]
-        try:
-            return [self._drawn(sampled) for sampled in sample(picked, states)]
-        except Exception:
-            return [self._draw_alone(picked[i : i + 1], state) for i, state in enumerate(states)]
-
-    def _drawn(self, sampled: Sampled) -> Drawn:
-        """An id outside the vocabulary (of a distribution that is none) must not reach the next forward pass."""
-        if not 0 <= sampled.token_id < self.spec.vocab_size:
-            return Drawn(0, None, f"sampling gave id {sampled.token_id}")
-        return Drawn(sampled.token_id, sampled.logprob)
-
-    def _draw_alone(self, row: torch.Tensor, state: SamplingState) -> Drawn:
-        """One request's parameters broke the batch's draw: it fails, the others do not."""
-        try:
-            (drawn,) = sample(row, [state])
-        except Exception as error:
-            traceback.print_exc()
-            return Drawn(0, None, f"sampling failed: {type(error).__name__}: {error}")
-        return self._drawn(drawn)
-
-    def _keep_prompt_logprobs(self, work: list[Work], rows: list[range], logits: torch.Tensor) -> None:
-        for item, part in zip(work, rows, strict=True):
-            job, at = item.sequence.job, item.sequence.computed
-            count = job.request.sampling.prompt_logprobs
-            if item.logits != "all" or count is None:
-                continue
-            following = job.prompt[at + 1 : at + 1 + item.count]
-            if not job.prompt_logprobs:
-                job.prompt_logprobs.append(None)  # the first prompt token follows nothing
-            if following:
-                part_logits = logits[part.start : part.start + len(following)]
-                job.prompt_logprobs += token_logprobs(part_logits, following, [count] * len(following))
-
     def _post(self, outcome: Outcome) -> None:
         """What a step has to tell, sealed blocks before the end of their prompt. Under the lock."""
         post = self._outbox
         post.extend(self._cache_change())
         for job in outcome.announce:
             post.extend([] if job.released else self._announce(job))
-        post.extend(_prefilled(job.id, done) for job, done in outcome.prefilled)
+        post.extend(prefilled_message(job.id, done) for job, done in outcome.prefilled)
         post.extend(m.Failed(job.id, reason.name, text) for job, reason, text in outcome.failed)
         if outcome.tokens:
-            post.append(m.Step([_token(event) for event in outcome.tokens]))
+            post.append(m.Step([token_message(event) for event in outcome.tokens]))
 
     def _publish(self, work: list[Work] | None = None, started: float = 0.0) -> None:
         scheduler, pool = self._scheduler, self._pool
@@ -353,31 +294,6 @@ class EngineProcess:
                 preemptions=scheduler.preemptions,
             )
         )
-
-
-def _logprob(entry: TokenLogprob) -> m.Logprob:
-    return entry.token_id, entry.logprob, list(entry.top)
-
-
-def _token(event: TokenEvent) -> m.Token:
-    return m.Token(
-        event.uid,
-        event.attempt,
-        event.choice,
-        event.offset,
-        list(event.token_ids),
-        [_logprob(entry) for entry in event.logprobs],
-        event.finish or "",
-        event.error.name if event.error else "",
-        event.message,
-    )
-
-
-def _prefilled(job: int, done: PrefillDone) -> m.Prefilled:
-    first = [
-        (f.choice, f.token_id, str(f.finish or ""), _logprob(f.logprob) if f.logprob else None) for f in done.first
-    ]
-    return m.Prefilled(job, first, [_logprob(e) if e else None for e in done.prompt_logprobs])
 
 
 def main() -> None:

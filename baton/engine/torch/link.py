@@ -11,6 +11,8 @@ import structlog
 from baton.engine.torch import messages as m
 from baton.errors import BatonError, Reason
 
+CALL_S = 60.0
+"""The longest that an engine may take to answer between two steps."""
 KILL_S = 5.0
 MAX_UNSENT_BYTES = 256 * 2**20
 
@@ -27,6 +29,7 @@ class Link:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._last_number = 0
         self._calls: dict[int, asyncio.Future[m.ToWorker]] = {}
         self._inboxes: dict[int, asyncio.Queue[m.ToWorker | BatonError]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -113,6 +116,11 @@ class Link:
             raise BatonError(Reason.ENGINE_FAILED, f"the engine said nothing for {limit_s:g} s") from None
         finally:
             self._calls.pop(number, None)
+
+    def number(self) -> int:
+        """One that no job and no call had before."""
+        self._last_number += 1
+        return self._last_number
 
     def open(self, job: int) -> asyncio.Queue[m.ToWorker | BatonError]:
         """Where messages of a prefill job arrive from now on, until `forget`."""

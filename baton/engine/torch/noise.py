@@ -10,10 +10,10 @@ _MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
-    """A number in [0, 1) for output token `index` of `choice`: 53 bits of a BLAKE2b hash of the counters.
+    """A number in [0, 1) for output token `index` of `choice`: 52 bits of a BLAKE2b hash of the counters.
 
-    A seed counts modulo 2**64.
+    A seed counts modulo 2**64. With 52 bits, not 53, its product with a positive float64 is always less than that.
     """
     counter = _COUNTER.pack(seed & _MASK, choice, index)
     digest = hashlib.blake2b(counter, digest_size=8, person=b"baton-noise").digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+    return (int.from_bytes(digest, "little") >> 12) / (1 << 52)

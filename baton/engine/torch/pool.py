@@ -38,8 +38,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[bytes, int] = {}
         self._quarantined = 0
-        self._stored: list[bytes] = []
-        self._removed: list[bytes] = []
+        self._touched: dict[bytes, bool] = {}
+        """Keys whose presence may have changed since `changes`, and whether they were there before."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -121,7 +121,7 @@ class BlockPool:
         if index_it and key not in self._index:
             slot.indexed = True
             self._index[key] = index
-            self._stored.append(key)
+            self._touched.setdefault(key, False)
 
     def set_checksum(self, index: int, checksum: int) -> None:
         """Keep a sealed slot's checksum."""
@@ -152,21 +152,16 @@ class BlockPool:
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, removed) keys since the last call, without what came and went in between."""
-        stored, removed = self._stored, self._removed
-        self._stored, self._removed = [], []
-        if stored and removed:
-            present = self._index
-            stored, removed = (
-                [k for k in dict.fromkeys(stored) if k in present],
-                [k for k in dict.fromkeys(removed) if k not in present],
-            )
+        touched, self._touched = self._touched, {}
+        stored = [key for key, before in touched.items() if not before and key in self._index]
+        removed = [key for key, before in touched.items() if before and key not in self._index]
         return stored, removed
 
     def _evict(self, index: int) -> None:
         slot = self._slots[index]
         del self._cached[index]
         del self._index[slot.key]
-        self._removed.append(slot.key)
+        self._touched.setdefault(slot.key, True)
         slot.indexed = False
         self._free.append(index)
 

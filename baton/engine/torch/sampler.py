@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.engine.port import SamplingParams, TokenLogprob
 from baton.engine.torch.noise import uniform
+from baton.errors import BatonError, Reason
 
 CUTS = (-3.0, -6.0, -10.0, -16.0)
 """For top-p: how far below the most likely token candidates are looked for, in turn, before all tokens are sorted.
@@ -48,16 +49,23 @@ class Sampled:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
-    """Draw one token for each row of `logits` [rows, vocab] (float32, not changed)."""
+    """Draw one token for each row of `logits` [rows, vocab] (float32, not changed).
+
+    Raises BatonError(ENGINE_FAILED) when a row is no distribution: NaN in it, or every token masked.
+    """
     if not states:
         return []
     with torch.inference_mode():
         adjusted = _adjusted(logits, states)
+        best = adjusted.max(-1)
+        if not best.values.isfinite().all():
+            raise BatonError(Reason.ENGINE_FAILED, "the logits are not numbers, or every token is masked")
+        tokens: list[int] = best.indices.tolist()
         drawing = [row for row, state in enumerate(states) if state.params.temperature > 0]
-        tokens: list[int] = adjusted.argmax(-1).tolist() if len(drawing) < len(states) else [0] * len(states)
         if drawing:
-            rows = adjusted if len(drawing) == len(states) else adjusted[drawing]
-            for row, token in zip(drawing, _draw(rows, [states[row] for row in drawing]), strict=True):
+            some = slice(None) if len(drawing) == len(states) else drawing
+            drawn = _draw(adjusted[some], best.values[some], [states[row] for row in drawing])
+            for row, token in zip(drawing, drawn, strict=True):
                 tokens[row] = token
     logprobs = token_logprobs(logits, tokens, [state.params.logprobs for state in states])
     return [Sampled(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
@@ -118,13 +126,13 @@ def _adjust(row: Tensor, state: SamplingState) -> None:
         row.masked_fill_(~state.mask, float("-inf"))
 
 
-def _draw(logits: Tensor, states: Sequence[SamplingState]) -> list[int]:
-    """One token a row from the filtered distribution at each row's temperature."""
+def _draw(logits: Tensor, best: Tensor, states: Sequence[SamplingState]) -> list[int]:
+    """One token a row from the filtered distribution at each row's temperature; `best` is each row's largest logit."""
     # A temperature that float32 has no normal number for would divide by zero.
     least = torch.finfo(torch.float32).tiny
     temperature = torch.tensor([[max(s.params.temperature, least)] for s in states], device=logits.device)
     # The most likely token at 0: nothing overflows, however small the temperature.
-    x = (logits - logits.amax(-1, keepdim=True)) / temperature
+    x = (logits - best[:, None]) / temperature
     weights = x.exp()
     for row, state in enumerate(states):
         threshold = _threshold(x[row], weights[row], state.params)

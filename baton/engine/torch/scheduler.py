@@ -9,71 +9,17 @@ it: jobs released meanwhile keep their blocks until `apply`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, abc
-from dataclasses import dataclass, field
 
-from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, SamplingParams, TokenEvent, TokenLogprob
+from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, TokenEvent
+from baton.engine.torch.admission import Limits, validate
 from baton.engine.torch.batch import Logits
 from baton.engine.torch.pool import BlockPool, PoolFull
 from baton.engine.torch.sequence import Job, Phase, Sequence
+from baton.engine.torch.step import Draw, Drawn, Outcome, Work
 from baton.errors import BatonError, Reason
 from baton.kv.keys import chain
-
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one engine takes. `max_jobs` bounds reservations, queued ones included."""
-
-    block_size: int
-    chunk_tokens: int
-    max_streams: int
-    max_jobs: int
-    max_context: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Work:
-    """One sequence's part of a step: `count` tokens from `sequence.computed` on. `logits`: none, last or all."""
-
-    sequence: Sequence
-    count: int
-    logits: Logits
-
-
-@dataclass
-class Draw:
-    """One token to sample from the logits of a sequence's last row."""
-
-    sequence: Sequence
-    choice: int
-    params: SamplingParams
-    prompt_ids: abc.Sequence[int]
-    output_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What was sampled; `failure` says why nothing could be, which ends this request and no other."""
-
-    token_id: int
-    logprob: TokenLogprob | None
-    failure: str = ""
-
-
-@dataclass
-class Outcome:
-    """What a step, or a message, has to tell."""
-
-    tokens: list[TokenEvent] = field(default_factory=list)
-    announce: list[Job] = field(default_factory=list)
-    prefilled: list[tuple[Job, PrefillDone]] = field(default_factory=list)
-    failed: list[tuple[Job, Reason, str]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -137,7 +83,7 @@ class Scheduler:
     def reserve(self, id: int, request: Request, keys: list[bytes], tail_key: bytes, decode_room: bool) -> Job:
         """Pin prefix hits and take the rest, all or nothing. Raises BatonError (see `Engine.reserve`)."""
         prompt = [*request.prompt_ids, *request.emitted_ids]
-        self._validate(request, prompt)
+        validate(request, prompt, self.limits)
         if (request.uid, request.attempt) in self._live:
             raise BatonError(Reason.DUPLICATE_REQUEST, f"{request.uid}/{request.attempt} is already here", param="uid")
         if len(self._jobs) >= self.limits.max_jobs:
@@ -164,33 +110,6 @@ class Scheduler:
         self.prompt_tokens += len(prompt)
         self.cached_prompt_tokens += job.hit_tokens
         return job
-
-    def _validate(self, request: Request, prompt: list[int]) -> None:
-        limits, choices, params = self.limits, request.choices, request.sampling
-        if not prompt:
-            raise BatonError(Reason.INVALID_REQUEST, "the prompt is empty", param="prompt_ids")
-        if not choices or len(set(choices)) < len(choices):
-            raise BatonError(Reason.INVALID_REQUEST, "choices must be given, each once", param="n")
-        if request.emitted_ids and len(choices) > 1:
-            raise BatonError(Reason.INVALID_REQUEST, "resume each choice on its own", param="emitted_ids")
-        if max(prompt) >= limits.vocab_size or min(prompt) < 0:
-            raise BatonError(
-                Reason.INVALID_REQUEST, f"a token id is outside 0...{limits.vocab_size - 1}", param="prompt_ids"
-            )
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if ids and (max(ids) >= limits.vocab_size or min(ids) < 0):
-                raise BatonError(Reason.INVALID_REQUEST, f"an id is outside 0...{limits.vocab_size - 1}", param=name)
-        for name in _NUMBERS:
-            if not math.isfinite(getattr(params, name)):
-                raise BatonError(Reason.INVALID_REQUEST, f"{name} must be a finite number", param=name)
-        if len(prompt) + 1 > limits.max_context:
-            raise BatonError(
-                Reason.CONTEXT_LENGTH_EXCEEDED,
-                f"{len(prompt)} prompt tokens leave no room in a context of {limits.max_context}",
-                param="prompt_ids",
-            )
-        if params.max_tokens <= len(request.emitted_ids):
-            raise BatonError(Reason.INVALID_REQUEST, "max_tokens leaves nothing to generate", param="max_tokens")
 
     def commit(self, job: Job, tokens: int) -> None:
         """The first `tokens` of the prompt have verified KV: full blocks become prefix hits for others."""

@@ -10,9 +10,11 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from baton.engine.port import FinishReason, Request
+from baton.engine.torch.admission import Limits
 from baton.engine.torch.pool import BlockPool
-from baton.engine.torch.scheduler import Draw, Drawn, Limits, Outcome, Scheduler, Work
+from baton.engine.torch.scheduler import Scheduler
 from baton.engine.torch.sequence import Job
+from baton.engine.torch.step import Draw, Drawn, Outcome, Work
 from baton.kv.keys import block_keys, chain
 
 BLOCK = 4

@@ -115,7 +115,8 @@ class PoolMachine(RuleBasedStateMachine):
     def follow_changes(self) -> None:
         """Events alone rebuild the index."""
         stored, removed = self.pool.changes()
-        assert set(removed) <= self.keys | set(stored)
+        assert not set(stored) & self.keys
+        assert set(removed) <= self.keys
         self.keys |= set(stored)
         self.keys -= set(removed)
         assert self.keys == set(self.pool.keys)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.port import FinishReason, Request, SamplingParams
-from baton.engine.torch.scheduler import Drawn, Limits, Outcome
+from baton.engine.torch.admission import Limits
 from baton.engine.torch.sequence import Job
+from baton.engine.torch.step import Drawn, Outcome
 from baton.errors import BatonError, Reason
 from tests.unit.torch_engine.fake_kv import BLOCK, VOCAB, FakeKv, expected, next_token
 

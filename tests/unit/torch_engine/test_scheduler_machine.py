@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.engine.port import Request, SamplingParams
-from baton.engine.torch.scheduler import Draw, Limits, Outcome, Work
+from baton.engine.torch.admission import Limits
 from baton.engine.torch.sequence import Job, Phase
+from baton.engine.torch.step import Draw, Outcome, Work
 from baton.errors import BatonError, Reason
 from tests.unit.torch_engine.fake_kv import BLOCK, GARBAGE, VOCAB, FakeKv, expected, next_token
 
