@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 def available(host: str = "127.0.0.1", advertise: str | None = None) -> list[Transport]:
     """What a process offers by default: nixl (dropped at `start` when it cannot be had) and tcp on `host`."""
-    return [NixlTransport(), TcpTransport(host, advertise=advertise)]
+    return [NixlTransport(host), TcpTransport(host, advertise=advertise)]
 
 
 def endpoint(metadata: dict[str, bytes]) -> Endpoint:

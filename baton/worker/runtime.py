@@ -160,7 +160,7 @@ class WorkerRuntime:
 
     def _transports(self) -> list[Transport]:
         known: dict[str, Callable[[], Transport]] = {
-            "nixl": NixlTransport,
+            "nixl": lambda: NixlTransport(self._settings.host),
             "tcp": lambda: TcpTransport(self._settings.host),
         }
         names = [name.strip() for name in self._settings.transports.split(",") if name.strip()]

@@ -22,9 +22,16 @@ class AgentError(Exception):
     """NIXL is not to be had, or said no."""
 
 
-def load() -> Any:
-    """The NIXL binding. Raises AgentError when no build of it can be imported here."""
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # read once, when the library is loaded
+def load(host: str = "") -> Any:
+    """The NIXL binding. Raises AgentError when no build of it can be imported here.
+
+    A process that is reached at a loopback `host` alone must not listen anywhere else, and UCX listens on every
+    network device it may use.
+    """
+    # Both are read once, when the library is loaded.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    if host == "localhost" or host.startswith("127.") or host == "::1":
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     problems = []
     for package in PACKAGES:
         try:
@@ -44,8 +51,8 @@ def load() -> Any:
 class Agent:
     """One NIXL agent with the UCX backend. Every method raises AgentError and is called by one thread at a time."""
 
-    def __init__(self, name: str) -> None:
-        binding = load()
+    def __init__(self, name: str, host: str = "") -> None:
+        binding = load(host)
         try:
             self._agent = binding.nixl_agent(
                 name, binding.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])

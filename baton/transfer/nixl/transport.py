@@ -42,7 +42,8 @@ class NixlTransport(Transport):
 
     name = "nixl"
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._pairs: dict[str, Pairing] = {}
         self._quarantine = Quarantine()
         self._inline = 0
@@ -55,7 +56,7 @@ class NixlTransport(Transport):
         self._slot_bytes = slot_bytes
 
         def begin() -> Agent:
-            agent = Agent(agent_name(owner, epoch))
+            agent = Agent(agent_name(owner, epoch), self._host)
             agent.register(arena.address, arena.size)
             agent.register(self._scratch.address, self._scratch.size)
             return agent
