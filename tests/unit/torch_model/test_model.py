@@ -173,6 +173,7 @@ PROMPTS = [
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_greedy_float32_equals_transformers(model_path: Path) -> None:
     """64 greedy tokens of 8 prompts, alone and in one batch with prompts in chunks. That the oracle, shown the whole
     text, picks each token from those before it is what greedy decoding with it would give."""

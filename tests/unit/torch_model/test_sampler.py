@@ -23,6 +23,7 @@ from transformers import (
 from baton.engine.port import SamplingParams
 from baton.engine.torch.noise import uniform
 from baton.engine.torch.sampler import SamplingState, sample, token_logprobs
+from baton.errors import BatonError
 
 VOCAB = 1000
 
@@ -158,9 +159,24 @@ def test_extremes() -> None:
     assert draws(logits, 20, top_p=1e-6).keys() == {top}
     assert draws(logits, 20, min_p=1.0).keys() == {top}
     assert draws(logits, 20, temperature=1e-6).keys() == {top}
+    assert draws(logits, 20, temperature=1e-60, top_p=0.9).keys() == {top}
     for least in (1e-38, 1e-42, 1e-320, 5e-324):  # below what float32 can hold
         assert draws(logits, 20, temperature=least).keys() == {top}
     assert len(draws(logits, 300, top_k=VOCAB + 5, temperature=100.0)) > 150
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", ["nan", "inf", "masked"])
+def test_what_is_no_distribution_is_an_error(temperature: float, bad: str) -> None:
+    logits = logits_of(3)
+    states = [state(temperature=temperature, top_p=0.9) for _ in range(3)]
+    if bad == "masked":
+        states[1] = state(temperature=temperature, mask=torch.zeros(VOCAB, dtype=torch.bool))
+    else:
+        logits[1, 7] = float(bad)
+    with pytest.raises(BatonError, match="not numbers"):
+        sample(logits, states)
+    assert sample(logits[[0, 2]], [states[0], states[2]])
 
 
 # ---- noise
