@@ -126,8 +126,9 @@ class EngineProcess:
                 os._exit(0)
             message = m.to_engine.decode(stream.read(m.LENGTH.unpack(head)[0]))
             with self._wake:
-                self._outbox.extend(self._take(message))
-                self._publish()
+                answers = self._take(message)
+                self._publish()  # first: who has the answer finds the state that it speaks of
+                self._outbox.extend(answers)
                 self._wake.notify()
             self._flush()
 
@@ -248,9 +249,9 @@ class EngineProcess:
             decoding = sum(w.count == 1 for w in work)
             prefill = sum(w.count for w in work) - decoding
             self._cost.learn(prefill, decoding, time.perf_counter() - started)
+            self._publish()
             self._post(outcome)
             self._outbox.extend(self._check())
-            self._publish()
         self._flush()
 
     def _post(self, outcome: Outcome) -> None:
