@@ -254,7 +254,7 @@ class Stack:
         return left
 
 
-def until(condition: Callable[[], bool], describe: Callable[[], object] = str, within_s: float = HANG_S) -> None:
+def until(condition: Callable[[], object], describe: Callable[[], object] = str, within_s: float = HANG_S) -> None:
     """Wait until `condition()`; only a hang fails."""
     hang = time.monotonic() + within_s
     while not condition():

@@ -90,7 +90,6 @@ class Streams:
         self._expected = expected
         self._url = stack.url(frontend)
         self._pieces = [0] * len(prompts)
-        self._news = asyncio.Condition()
         self._tasks: list[asyncio.Task[Answer]] = []
 
     async def __aenter__(self) -> Streams:
@@ -112,21 +111,24 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.__aexit__(None, None, None)
 
+    async def reach(self, condition: Callable[[], object]) -> None:
+        """Wait for a moment while every stream is under way."""
+
+        def ended() -> list[Answer]:
+            return [task.result() for task in self._tasks if task.done()]
+
+        await asyncio.to_thread(until, lambda: condition() or ended())
+        assert not ended(), f"too late: {[(a.route, a.story, a.error) for a in ended()]}"
+
     async def begun(self, pieces: int = 4) -> None:
-        """Every stream has brought that much, and none is at its end."""
-        await eventually(lambda: min(self._pieces) >= pieces or any(task.done() for task in self._tasks))
-        assert not any(task.done() for task in self._tasks), "too late: a stream has ended"
+        """Every stream has brought that much."""
+        await self.reach(lambda: min(self._pieces) >= pieces)
 
     async def all_true(self) -> list[Answer]:
         """All answers, each with the text of the undisturbed run."""
         async with asyncio.timeout(HANG_S):
             answers = await asyncio.gather(*self._tasks)
         return [_true(a, self._expected[prompt]) for a, prompt in zip(answers, self._prompts, strict=True)]
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait beside live streams; only a hang fails."""
-    await asyncio.to_thread(until, condition)
 
 
 async def in_thread(work: Callable[[], object]) -> None:
@@ -167,7 +169,7 @@ async def test_prefill_killed_in_mid_transfer(stack: Stack, expected: dict[str, 
     moved = stack.metric("decode-1", "baton_worker_transfer_bytes_total")
     fallbacks = stack.metric("decode-1", "baton_worker_fallbacks_total")
     async with Streams(stack, SHORT + LONG, expected) as streams:
-        await eventually(lambda: stack.metric("decode-1", "baton_worker_transfer_bytes_total") > moved)
+        await streams.reach(lambda: stack.metric("decode-1", "baton_worker_transfer_bytes_total") > moved)
         assert "prefill-1" in stack.findings(), "no run was open any more"
         stack.kill("prefill-1")
         answers = await streams.all_true()
@@ -206,7 +208,7 @@ async def test_decode_stopped_in_mid_stream_and_continued(stack: Stack, expected
     async with Streams(stack, SHORT, expected) as streams:
         await streams.begun()
         stack.stop("decode-1")
-        await eventually(lambda: stack.metric("frontend", lost) > before)
+        await in_thread(lambda: until(lambda: stack.metric("frontend", lost) > before))
         stack.cont("decode-1")
         answers = await streams.all_true()
     assert any("RESUMED" in answer.reasons for answer in answers)
@@ -277,7 +279,7 @@ async def test_etcd_killed_and_restarted(stack: Stack, expected: dict[str, str],
     try:
         await registry.start()
         view = registry.view("workers", registry_pb2.Worker)
-        await eventually(lambda: set(stack.workers()) <= set(view.items()))
+        await in_thread(lambda: until(lambda: set(stack.workers()) <= set(view.items())))
     finally:
         await registry.close()
     assert {name: pid for name, pid in stack.pids().items() if name != "etcd"} == pids
@@ -312,7 +314,7 @@ async def test_router_killed_and_restarted(stack: Stack, expected: dict[str, str
 
 async def test_prefill_stopped_during_prefill(stack: Stack, expected: dict[str, str]) -> None:
     async with Streams(stack, LONG[:2], expected) as streams:
-        await eventually(lambda: "prefill-1" in stack.findings())
+        await streams.reach(lambda: "prefill-1" in stack.findings())
         stack.stop("prefill-1")
         for answer in await streams.all_true():
             assert answer.story["mode"] in ("merged", "local")
@@ -355,7 +357,7 @@ async def test_frontend_killed_frees_everything(stack: Stack, expected: dict[str
     """Its clients lose their connections; the workers are clean soon, and another frontend serves."""
     streams = Streams(stack, LONG, expected, "strict")
     async with streams:
-        await eventually(lambda: "prefill-1" in stack.findings())
+        await streams.reach(lambda: "prefill-1" in stack.findings())
         stack.kill("strict")
     await in_thread(lambda: stack.settle(CLEAN_S))
     async with Streams(stack, SHORT[:1], expected) as others:
