@@ -512,6 +512,10 @@ async def test_decode_is_stopped(fleet: Fleet, tmp_path: Path, flags: dict[str, 
             await settle(fleet.prefill)
             decode_process.signal(signal.SIGCONT)
             assert (await decode.collect("stopped")).tokens == {0: greedy(model, ids, 16)}
+            # A read that was late settles when its owner next makes progress: in the next run, at the latest.
+            again = prompt(300, 53)
+            await decode.submit(decode.attempt("again", again), disaggregated(fleet.prefill))
+            assert (await decode.collect("again")).tokens == {0: greedy(model, again, 16)}
             await settle(decode_process)
 
 
