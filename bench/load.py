@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import httpx
 import orjson
@@ -14,12 +16,14 @@ TIMEOUT_S = 120.0
 
 @dataclass
 class Answer:
-    """One streamed request. Times are `time.perf_counter()` seconds; `route` is the plan's mode."""
+    """One streamed request, as far as it came. Times are `time.perf_counter()` seconds; `route` is `x-baton-route`."""
 
-    sent: float
+    sent: float = 0.0
     times: list[float] = field(default_factory=list)
     route: str = ""
     error: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with the first piece of text, or the error that came instead."""
 
     @property
     def ttft(self) -> float:
@@ -29,11 +33,16 @@ class Answer:
     @property
     def gaps(self) -> list[float]:
         """Seconds between pieces."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds between pieces; 0 with fewer than two."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else 0.0
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int) -> Answer:
-    """Send token ids to /v1/completions, greedy and without an early end, and note when text comes."""
+async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, answer: Answer) -> None:
+    """Send token ids to /v1/completions, greedy and without an early end, and note in `answer` when text comes."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -42,13 +51,13 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], m
         "ignore_eos": True,
         "stream": True,
     }
-    answer = Answer(time.perf_counter())
+    answer.sent = time.perf_counter()
     try:
         async with client.stream("POST", "/v1/completions", content=orjson.dumps(body), timeout=TIMEOUT_S) as response:
-            answer.route = response.headers.get("x-baton-route", "").partition(";")[0]
+            answer.route = response.headers.get("x-baton-route", "")
             if response.status_code != 200:
                 answer.error = (await response.aread()).decode(errors="replace")[:300]
-                return answer
+                return
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -57,9 +66,11 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], m
                     answer.error = str(chunk["error"])[:300]
                 elif any(choice.get("text") for choice in chunk.get("choices", ())):
                     answer.times.append(time.perf_counter())
+                    answer.begun.set()
     except httpx.HTTPError as error:
         answer.error = repr(error)
-    return answer
+    finally:
+        answer.begun.set()
 
 
 def quantile(values: Sequence[float], q: float) -> float:
