@@ -117,12 +117,24 @@ class Handover:
                     handles = [handle_from_pb(h) for h in event.blocks.handles]
                     self._blocks.put_nowait((event.blocks.first_block, handles))
             elif event.HasField("done"):
-                self.first = [first_token_from_pb(t) for t in event.done.first]
+                self.first = self._first_tokens(event.done)
                 self._attempt.route.cached_tokens = event.done.cached_tokens
                 self._attempt.send_first(self.first)
                 self._blocks.put_nowait(None)
                 if not self._attempt.open:
                     return
+
+    def _first_tokens(self, done: pb.Done) -> list[FirstToken]:
+        """Checked before anything of them leaves: what has reached the client cannot be taken back."""
+        request, vocabulary = self._attempt.request, self._context.spec.vocab_size
+        try:
+            first = [first_token_from_pb(t) for t in done.first]
+        except ValueError:  # it ended in a way that we do not know
+            first = []
+        told = sorted(token.choice for token in first)
+        if self.first or told != sorted(request.choices) or any(token.token_id >= vocabulary for token in first):
+            raise BatonError(Reason.PREFILL_UNAVAILABLE, f"{self.target.id} told first tokens that cannot be")
+        return first
 
     async def _next(
         self, call: grpc.aio.UnaryStreamCall[pb.RunRequest, pb.RunEvent], silence_s: float | None

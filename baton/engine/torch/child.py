@@ -165,7 +165,7 @@ class EngineProcess:
                     scheduler.prefill(job)
                 except BatonError as error:
                     return [m.Failed(job.id, error.reason.name, error.message)]
-                return self._announce(job)
+                return [*self._announce(job), *self._cache_change()]
             case m.StopPrefill():
                 scheduler.stop_prefill(job)
             case m.Generate():
@@ -201,17 +201,26 @@ class EngineProcess:
         return [m.CacheChange(stored, removed)] if stored or removed else []
 
     def _announce(self, job: Job) -> list[object]:
-        """What of the job's prompt is sealed and not told yet."""
+        """What of the job's prompt is sealed and not told yet.
+
+        A prefix hit is summed again: the first token is drawn here, from bytes that no reader has verified.
+        """
         first, blocks = job.announced, []
         for i in range(first, len(job.primary.slots)):
             slot = job.primary.slots[i]
             record = self._pool.slot(slot)
             if i * BLOCK_SIZE >= len(job.prompt) or not record.tokens:
                 break
+            payload = self._arena.view(slot * self._kv.block_bytes, self._kv.block_bytes)
+            found = checksum(record.key, self._epoch, record.generation, payload)
             if record.checksum is None:
-                payload = self._arena.view(slot * self._kv.block_bytes, self._kv.block_bytes)
-                self._pool.set_checksum(slot, checksum(record.key, self._epoch, record.generation, payload))
-            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, record.checksum or 0))
+                self._pool.set_checksum(slot, found)
+            elif record.checksum != found:
+                self._pool.forget(slot)
+                self._scheduler.stop_prefill(job)
+                reason = Reason.KV_CHECKSUM_MISMATCH.name
+                return [m.Failed(job.id, reason, f"block {i} of the prompt has changed in the pool since it was sealed")]
+            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, found))
         job.announced += len(blocks)
         return [m.Sealed(job.id, first, blocks)] if blocks else []
 

@@ -127,6 +127,14 @@ class BlockPool:
         """Keep a sealed slot's checksum."""
         self._slots[index].checksum = checksum
 
+    def forget(self, index: int) -> None:
+        """A sealed slot's bytes are not what they were: nobody finds it any more. Who holds it gives it back as ever."""
+        slot = self._slots[index]
+        if index in self._cached:
+            self._evict(index)
+        elif slot.indexed:
+            self._unindex(slot)
+
     def quarantine(self, index: int) -> None:
         """A held, open slot becomes untouchable: one holder fewer, and not free before `settle`."""
         self._slots[index].quarantined = True
@@ -158,12 +166,14 @@ class BlockPool:
         return stored, removed
 
     def _evict(self, index: int) -> None:
-        slot = self._slots[index]
         del self._cached[index]
+        self._unindex(self._slots[index])
+        self._free.append(index)
+
+    def _unindex(self, slot: Slot) -> None:
         del self._index[slot.key]
         self._touched.setdefault(slot.key, True)
         slot.indexed = False
-        self._free.append(index)
 
     def check_integrity(self, holders: Counter[int]) -> list[str]:
         """Findings against `holders` (slot -> how many hold it, by the caller's count); empty when all adds up."""
