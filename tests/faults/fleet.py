@@ -1,4 +1,4 @@
-"""What the trigger tests ask of a running fleet: plans, prompts, counters, and a real `Run` with the test in between."""
+"""What the trigger tests ask of a running fleet: plans, prompts, counters, a real `Run` with the test in between."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ async def proxy(there: str = "") -> AsyncIterator[Proxy]:
     """A proxy to `host:port`, which may also be said later."""
     found = Proxy(there)
     server = await asyncio.start_server(found.serve, "127.0.0.1", 0)
-    found.address = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    found.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield found
     finally:

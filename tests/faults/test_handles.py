@@ -187,7 +187,7 @@ async def test_a_run_that_tells_an_impossible_story(
 async def test_handles_of_an_earlier_run(fleet: Fleet, scripted: ScriptedPrefill, greedy: Oracle) -> None:
     """Kept after their lease, and used when the slots hold another prompt: seen by the sum, never by luck."""
     ids = prompt(200, "expired")
-    async with frontend(fleet.decode) as decode, frontend(fleet.merged) as merged:
+    async with frontend(fleet.decode) as decode:
         await decode.run("warm", prompt(40, "warm"), handed_over(fleet.prefill))  # paired
         kept: list[pb.RunEvent] = []
         attempt = decode.attempt("kept", ids)

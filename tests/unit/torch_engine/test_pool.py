@@ -105,6 +105,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.settle(slot)
         self.quarantined.discard(slot)
 
+    @precondition(lambda self: self.pool.keys)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """Its bytes have changed: no key leads there any more; holders keep it until they drop it."""
+        key = data.draw(st.sampled_from(sorted(self.pool.keys)))
+        (slot,) = self.pool.match([key])
+        self.pool.forget(slot)
+        assert self.pool.match([key]) == []
+        self.pool.forget(slot)
+
     @rule()
     def clear(self) -> None:
         cached = self.pool.cached
