@@ -37,8 +37,7 @@ async def test_prefill_is_killed(
                 while await counted(fleet.decode, "transfer_bytes_total") == moved:
                     pass
             else:
-                while not any(event.tokens.ids for frame in decode.frames for event in frame.events):
-                    await asyncio.sleep(0)
+                await decode.frame(lambda frame: any(event.tokens.ids for event in frame.events))
             spare.kill()
             results = [await decode.collect(f"{moment}-{i}") for i in range(len(prompts))]
             refused = await decode.collect(f"{moment}-strict")
