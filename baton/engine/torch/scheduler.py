@@ -186,7 +186,7 @@ class Scheduler:
         for choice in done:
             job.finished[choice] = FinishReason.STOP
         if len(job.finished) == len(job.request.choices):
-            self._forget(job)
+            self.release(job)  # a step may be writing into its blocks
         elif job.first and job.primary.computed == len(job.prompt):
             self._fork(job)
         else:

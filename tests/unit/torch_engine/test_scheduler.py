@@ -157,6 +157,20 @@ def test_released_in_a_step_keeps_its_blocks_to_the_end(kv: FakeKv) -> None:
     assert kv.scheduler.check_integrity() == []
 
 
+def test_ended_by_first_tokens_in_a_step_keeps_its_blocks_to_the_end(kv: FakeKv) -> None:
+    """A peer's first token ends the only choice while a step still writes the prompt's blocks."""
+    job = kv.reserve(asked("a", 5))
+    kv.scheduler.prefill(job)
+    outcome = Outcome()
+    work = kv.scheduler.plan(outcome)
+    kv.scheduler.generate(job, [(0, 5)], [0])
+    assert kv.scheduler.pinned == 3
+    kv.forward(work)
+    kv.scheduler.apply(work, kv.scheduler.computed(work), [], outcome)
+    assert (kv.scheduler.pinned, outcome.tokens, outcome.prefilled) == (0, [], [])
+    assert kv.scheduler.check_integrity() == []
+
+
 def test_a_draw_that_failed_ends_its_request_alone(kv: FakeKv) -> None:
     good, bad = asked("a", 2), asked("b", 2)
     start(kv, good)
