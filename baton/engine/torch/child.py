@@ -75,7 +75,7 @@ class EngineProcess:
             vocab_size=config.vocab,
             eos_token_ids=config.eos_token_ids,
         )
-        self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail)
+        self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail, self._checksum)
         self._cost = StepCost()
         self._steps = 0
         self._checks: list[int] = []
@@ -208,12 +208,14 @@ class EngineProcess:
             record = self._pool.slot(slot)
             if i * BLOCK_SIZE >= len(job.prompt) or not record.tokens:
                 break
-            if record.checksum is None:
-                payload = self._arena.view(slot * self._kv.block_bytes, self._kv.block_bytes)
-                self._pool.set_checksum(slot, checksum(record.key, self._epoch, record.generation, payload))
-            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, record.checksum or 0))
+            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, record.checksum))
         job.announced += len(blocks)
         return [m.Sealed(job.id, first, blocks)] if blocks else []
+
+    def _checksum(self, slot: int) -> int:
+        record = self._pool.slot(slot)
+        payload = self._arena.view(slot * self._kv.block_bytes, self._kv.block_bytes)
+        return checksum(record.key, self._epoch, record.generation, payload)
 
     # ---- steps
 
@@ -293,6 +295,7 @@ class EngineProcess:
                 cached_prompt_tokens=scheduler.cached_prompt_tokens,
                 output_tokens=scheduler.output_tokens,
                 preemptions=scheduler.preemptions,
+                corrupted_blocks=scheduler.corrupted_blocks,
             )
         )
 

@@ -18,7 +18,7 @@ class PoolFull(Exception):
 
 @dataclass(slots=True)
 class Slot:
-    """One block's place. `tokens` counts valid positions once sealed (0 = open); `checksum` is known once announced."""
+    """One block's place. Once sealed, `tokens` counts its valid positions (0 = open) and `checksum` is of its bytes."""
 
     generation: int = 0
     refs: int = 0
@@ -26,7 +26,7 @@ class Slot:
     tokens: int = 0
     indexed: bool = False
     quarantined: bool = False
-    checksum: int | None = None
+    checksum: int = 0
 
 
 class BlockPool:
@@ -126,6 +126,16 @@ class BlockPool:
     def set_checksum(self, index: int, checksum: int) -> None:
         """Keep a sealed slot's checksum."""
         self._slots[index].checksum = checksum
+
+    def distrust(self, index: int) -> None:
+        """An indexed slot does not hold what was sealed: nobody finds it any more."""
+        if index in self._cached:
+            self._evict(index)
+            return
+        slot = self._slots[index]
+        del self._index[slot.key]
+        self._touched.setdefault(slot.key, True)
+        slot.indexed = False
 
     def quarantine(self, index: int) -> None:
         """A held, open slot becomes untouchable: one holder fewer, and not free before `settle`."""
