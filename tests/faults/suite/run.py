@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from baton.errors import Reason
 from tests.faults.suite.inject import Injector
 from tests.faults.suite.link import Link
 from tests.faults.suite.load import ANSWER_S, Load, reference
@@ -27,7 +28,7 @@ from tests.faults.suite.stack import FaultStack
 from tests.integration.stack import SERVED
 from tests.tiny_model import make_tiny_model
 
-CLEAR_EVERY_S = 7.0
+CLEAR_EVERY_S = 2.0
 """How often every worker forgets its cached prefixes: else, soon, nothing would be handed over any more."""
 LIVE_S = 3600.0
 
@@ -59,7 +60,7 @@ def _hosts(directory: Path, model: Path, link: Link | None) -> FaultStack:
         decode=2,
         merged=1,
         link=link,
-        far=["prefill-2", "decode-2"],
+        far=["prefill-1", "prefill-2", "decode-2"],
         pool_gib=0.06,
     )
 
@@ -152,11 +153,28 @@ async def run_part(
             await asyncio.wait([running], timeout=2 * ANSWER_S)
     part.faults, part.streams, part.cut_texts_wrong = injector.done, load.streams, load.cut_texts_wrong
     part.pauses = pauses(injector.done, load.streams, lambda name: name in stack.workers("decode", "merged"), rate)
+    part.notes += await asyncio.to_thread(_counters, stack)
     if injector.flipped:
         part.notes.append(f"{injector.flipped} bytes flipped in pools")
     if link is not None:
         part.notes.append(f"{link.corrupted} packets corrupted, {link.dropped} dropped")
     return part
+
+
+def _counters(stack: FaultStack) -> list[str]:
+    """What the workers that run now counted since they started."""
+    moved = sum(stack.metric(name, "baton_worker_transfer_bytes_total") for name in stack.workers())
+    bad = sum(stack.metric(name, "baton_worker_kv_blocks_corrupted_total") for name in stack.workers())
+    failures = {
+        reason: int(count)
+        for reason in (reason.name for reason in Reason if reason.name.startswith("KV_"))
+        if (
+            count := sum(
+                stack.metric(name, "baton_worker_transfer_failures_total", reason=reason) for name in stack.workers()
+            )
+        )
+    }
+    return [f"{moved / 1e6:.0f} MB of KV read, blocks that failed: {failures}; cached blocks found changed: {bad:.0f}"]
 
 
 def _ports(stack: FaultStack, name: str, flags: dict[str, object]) -> list[int]:
