@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv deps up down status protos lint format test-fast test clean help
+.PHONY: venv deps up down status protos lint format test-fast test faults clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -60,6 +60,9 @@ test-fast: venv ## unit tests that are not slow
 
 test: lint deps ## lint and every test: unit, integration, faults
 	@$(BIN)/pytest
+
+faults: venv deps ## break a running Baton, by seed, and count what clients saw (ARGS="--seed 7 --faults 500 --parts processes")
+	@$(BIN)/python -m tests.faults.suite $(ARGS)
 
 clean: down ## remove what was built (not the fetched model)
 	@rm -rf $(VENV) build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -77,16 +77,19 @@ class Turn:
 
 
 class Balancer:
-    """Sends each request to the run with the fewest outstanding; of equal ones, to the first."""
+    """Sends each request to the run with the fewest outstanding; of equal ones, to the one not asked for longest."""
 
     def __init__(self, runs: list[Run], clients: list[httpx.AsyncClient]) -> None:
         self._model = runs[0].model
         self._clients = clients
         self._outstanding = [0] * len(clients)
+        self._turns = list(range(len(clients)))
 
     async def send(self, prompt: list[int], max_tokens: int, answer: Answer) -> None:
         """Run one request to its end, or to the caller's cancellation."""
-        chosen = self._outstanding.index(min(self._outstanding))
+        chosen = min(self._turns, key=lambda i: self._outstanding[i])
+        self._turns.remove(chosen)
+        self._turns.append(chosen)
         self._outstanding[chosen] += 1
         try:
             await stream(self._clients[chosen], self._model, prompt, max_tokens, answer)

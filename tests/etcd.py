@@ -25,9 +25,12 @@ def free_port() -> int:
 class EtcdServer:
     """One member. `start` returns when it answers; `stop`, or leaving the context, ends it whatever its state."""
 
-    def __init__(self, directory: Path, name: str = "etcd", peers: dict[str, str] | None = None) -> None:
-        """`peers` maps every member's name to its peer URL; left out for a single node."""
+    def __init__(
+        self, directory: Path, name: str = "etcd", peers: dict[str, str] | None = None, host: str = "127.0.0.1"
+    ) -> None:
+        """`peers` maps every member's name to its peer URL; left out for a single node. `host`: for its clients."""
         self.directory = directory
+        self.host = host
         self.name = name
         self.port = free_port()
         self.peer_url = (peers or {}).get(name) or f"http://127.0.0.1:{free_port()}"
@@ -38,7 +41,7 @@ class EtcdServer:
     @property
     def address(self) -> str:
         """host:port for clients."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def data(self) -> Path:

@@ -31,16 +31,23 @@ HANG_S = 60.0
 class WorkerProcess:
     """One `python -m services.<role>`. Leaving the context ends it, whatever state it is in.
 
-    `mark` is added to its environment, and so to that of its children: by it they can be found.
+    `mark` is added to its environment, and so to that of its children: by it they can be found. `prefix` goes before
+    the command.
     """
 
     def __init__(
-        self, role: str, id: str, directory: Path, mark: Mapping[str, str] | None = None, **flags: object
+        self,
+        role: str,
+        id: str,
+        directory: Path,
+        mark: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        **flags: object,
     ) -> None:
         self.role = role
         self.id = id
         self.log_path = directory / f"{id}.log"
-        command = [sys.executable, "-m", f"services.{role}", "--id", id]
+        command = [*prefix, sys.executable, "-m", f"services.{role}", "--id", id]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(mark or {})}

@@ -190,6 +190,7 @@ class EngineStats:
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    corrupted_blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class WorkerMetrics:
             "prefill_tokens_computed": counter("prefill_tokens_computed", "Prompt tokens computed here."),
             "cached_prompt_tokens": counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
             "preemptions": counter("preemptions", "Requests preempted and recomputed."),
+            "corrupted_blocks": counter("kv_blocks_corrupted", "Cached KV blocks whose bytes had changed: not used."),
         }
         self._seen = dict.fromkeys(self._totals, 0)
 

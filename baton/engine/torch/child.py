@@ -75,7 +75,7 @@ class EngineProcess:
             vocab_size=config.vocab,
             eos_token_ids=config.eos_token_ids,
         )
-        self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail)
+        self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail, self._checksum)
         self._cost = StepCost()
         self._steps = 0
         self._checks: list[int] = []
@@ -165,7 +165,7 @@ class EngineProcess:
                     scheduler.prefill(job)
                 except BatonError as error:
                     return [m.Failed(job.id, error.reason.name, error.message)]
-                return [*self._announce(job), *self._cache_change()]
+                return self._announce(job)
             case m.StopPrefill():
                 scheduler.stop_prefill(job)
             case m.Generate():
@@ -201,28 +201,21 @@ class EngineProcess:
         return [m.CacheChange(stored, removed)] if stored or removed else []
 
     def _announce(self, job: Job) -> list[object]:
-        """What of the job's prompt is sealed and not told yet.
-
-        A prefix hit is summed again: the first token is drawn here, from bytes that no reader has verified.
-        """
+        """What of the job's prompt is sealed and not told yet."""
         first, blocks = job.announced, []
         for i in range(first, len(job.primary.slots)):
             slot = job.primary.slots[i]
             record = self._pool.slot(slot)
             if i * BLOCK_SIZE >= len(job.prompt) or not record.tokens:
                 break
-            payload = self._arena.view(slot * self._kv.block_bytes, self._kv.block_bytes)
-            found = checksum(record.key, self._epoch, record.generation, payload)
-            if record.checksum is None:
-                self._pool.set_checksum(slot, found)
-            elif record.checksum != found:
-                self._pool.forget(slot)
-                self._scheduler.stop_prefill(job)
-                reason = Reason.KV_CHECKSUM_MISMATCH.name
-                return [m.Failed(job.id, reason, f"block {i} of the prompt has changed in the pool since it was sealed")]
-            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, found))
+            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, record.checksum))
         job.announced += len(blocks)
         return [m.Sealed(job.id, first, blocks)] if blocks else []
+
+    def _checksum(self, slot: int) -> int:
+        record = self._pool.slot(slot)
+        payload = self._arena.view(slot * self._kv.block_bytes, self._kv.block_bytes)
+        return checksum(record.key, self._epoch, record.generation, payload)
 
     # ---- steps
 
@@ -302,6 +295,7 @@ class EngineProcess:
                 cached_prompt_tokens=scheduler.cached_prompt_tokens,
                 output_tokens=scheduler.output_tokens,
                 preemptions=scheduler.preemptions,
+                corrupted_blocks=scheduler.corrupted_blocks,
             )
         )
 

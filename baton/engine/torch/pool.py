@@ -18,7 +18,7 @@ class PoolFull(Exception):
 
 @dataclass(slots=True)
 class Slot:
-    """One block's place. `tokens` counts valid positions once sealed (0 = open); `checksum` is known once announced."""
+    """One block's place. Once sealed, `tokens` counts its valid positions (0 = open) and `checksum` is of its bytes."""
 
     generation: int = 0
     refs: int = 0
@@ -26,7 +26,7 @@ class Slot:
     tokens: int = 0
     indexed: bool = False
     quarantined: bool = False
-    checksum: int | None = None
+    checksum: int = 0
 
 
 class BlockPool:
@@ -127,13 +127,15 @@ class BlockPool:
         """Keep a sealed slot's checksum."""
         self._slots[index].checksum = checksum
 
-    def forget(self, index: int) -> None:
-        """A sealed slot's bytes are not what they were: nobody finds it any more. Who holds it gives it back as ever."""
-        slot = self._slots[index]
+    def distrust(self, index: int) -> None:
+        """An indexed slot does not hold what was sealed: nobody finds it any more."""
         if index in self._cached:
             self._evict(index)
-        elif slot.indexed:
-            self._unindex(slot)
+            return
+        slot = self._slots[index]
+        del self._index[slot.key]
+        self._touched.setdefault(slot.key, True)
+        slot.indexed = False
 
     def quarantine(self, index: int) -> None:
         """A held, open slot becomes untouchable: one holder fewer, and not free before `settle`."""
@@ -166,14 +168,12 @@ class BlockPool:
         return stored, removed
 
     def _evict(self, index: int) -> None:
+        slot = self._slots[index]
         del self._cached[index]
-        self._unindex(self._slots[index])
-        self._free.append(index)
-
-    def _unindex(self, slot: Slot) -> None:
         del self._index[slot.key]
         self._touched.setdefault(slot.key, True)
         slot.indexed = False
+        self._free.append(index)
 
     def check_integrity(self, holders: Counter[int]) -> list[str]:
         """Findings against `holders` (slot -> how many hold it, by the caller's count); empty when all adds up."""

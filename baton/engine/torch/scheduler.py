@@ -23,7 +23,8 @@ from baton.kv.keys import chain
 
 
 class Scheduler:
-    """Jobs, their sequences, and the pool. `copy_slot(src, dst)` and `zero_tail(slot, tokens)` touch the bytes."""
+    """Jobs, their sequences, the pool. `copy_slot(src, dst)`, `zero_tail(slot, tokens)` and `checksum(slot)` (over a
+    sealed slot's identity and bytes) touch the bytes."""
 
     def __init__(
         self,
@@ -31,11 +32,13 @@ class Scheduler:
         limits: Limits,
         copy_slot: abc.Callable[[int, int], None],
         zero_tail: abc.Callable[[int, int], None],
+        checksum: abc.Callable[[int], int],
     ) -> None:
         self.pool = pool
         self.limits = limits
         self._copy_slot = copy_slot
         self._zero_tail = zero_tail
+        self._checksum = checksum
         self._jobs: dict[int, Job] = {}
         self._live: set[tuple[str, int]] = set()
         self._running: list[Sequence] = []
@@ -43,6 +46,7 @@ class Scheduler:
         self._in_step: set[Job] = set()
         self._order = 0
         self.preemptions = 0
+        self.corrupted_blocks = 0
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.prefill_tokens_computed = 0
@@ -91,7 +95,7 @@ class Scheduler:
         size = self.limits.block_size
         hits: list[int] = []
         if request.sampling.prompt_logprobs is None:
-            hits = self.pool.match(keys[: (len(prompt) - 1) // size])
+            hits = self._sound(self.pool.match(keys[: (len(prompt) - 1) // size]))
         self.pool.hold(hits)
         try:
             fresh = self.pool.take(self._blocks(len(prompt)) - len(hits) + decode_room)
@@ -186,7 +190,7 @@ class Scheduler:
         for choice in done:
             job.finished[choice] = FinishReason.STOP
         if len(job.finished) == len(job.request.choices):
-            self._forget(job)
+            self.release(job)  # a step may be writing into its blocks
         elif job.first and job.primary.computed == len(job.prompt):
             self._fork(job)
         else:
@@ -296,7 +300,8 @@ class Scheduler:
         if sequence.slots:
             return self._grow(sequence)
         size = self.limits.block_size
-        hits = self.pool.match(sequence.keys[: min(len(sequence.keys), (len(sequence.tokens) - 1) // size)])
+        known = min(len(sequence.keys), (len(sequence.tokens) - 1) // size)
+        hits = self._sound(self.pool.match(sequence.keys[:known]))
         self.pool.hold(hits)
         try:
             fresh = self.pool.take(self._blocks(len(sequence.tokens)) - len(hits))
@@ -363,7 +368,7 @@ class Scheduler:
                 parent = sequence.keys[i - 1] if i else sequence.job.request.key_root
                 sequence.keys[i:] = [chain(parent, sequence.tokens[i * size : (i + 1) * size])]
             if not self.pool.slot(sequence.slots[i]).tokens:
-                self.pool.seal(sequence.slots[i], sequence.keys[i], size, index_it=True)
+                self._seal(sequence.slots[i], sequence.keys[i], size, index_it=True)
             sequence.sealed += 1
 
     def seal_tail(self, job: Job) -> None:
@@ -373,7 +378,21 @@ class Scheduler:
         slot = job.primary.slots[len(job.prompt) // size] if tokens else -1
         if tokens and not self.pool.slot(slot).tokens:
             self._zero_tail(slot, tokens)
-            self.pool.seal(slot, job.primary.keys[len(job.prompt) // size], tokens, index_it=False)
+            self._seal(slot, job.primary.keys[len(job.prompt) // size], tokens, index_it=False)
+
+    def _seal(self, slot: int, key: bytes, tokens: int, *, index_it: bool) -> None:
+        self.pool.seal(slot, key, tokens, index_it=index_it)
+        self.pool.set_checksum(slot, self._checksum(slot))
+
+    def _sound(self, hits: list[int]) -> list[int]:
+        """The prefix of `hits` whose bytes are still those that were sealed: memory can fail, and a cache lives long.
+        What has changed is forgotten and counted."""
+        for i, slot in enumerate(hits):
+            if self._checksum(slot) != self.pool.slot(slot).checksum:
+                self.pool.distrust(slot)
+                self.corrupted_blocks += 1
+                return hits[:i]
+        return hits
 
     def _end_prefill(self, job: Job, drawn: list[tuple[int, Drawn]], outcome: Outcome) -> None:
         self.stop_prefill(job)

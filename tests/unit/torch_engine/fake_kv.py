@@ -63,7 +63,7 @@ class FakeKv:
         self.memory: list[list[bytes]] = [[GARBAGE] * BLOCK for _ in range(slots)]
         self.pool = BlockPool(slots)
         self.limits = limits
-        self.scheduler = Scheduler(self.pool, limits, self._copy, self._zero_tail)
+        self.scheduler = Scheduler(self.pool, limits, self._copy, self._zero_tail, self._checksum)
         self._next_id = 0
 
     def _copy(self, source: int, destination: int) -> None:
@@ -73,6 +73,9 @@ class FakeKv:
     def _zero_tail(self, slot: int, tokens: int) -> None:
         self._check_writable(slot)
         self.memory[slot][tokens:] = [b""] * (BLOCK - tokens)
+
+    def _checksum(self, slot: int) -> int:
+        return hash((self.pool.slot(slot).generation, *self.memory[slot]))
 
     def _check_writable(self, slot: int) -> None:
         record = self.pool.slot(slot)

@@ -46,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
         for slot in taken:
             assert self.pool.slot(slot).generation > self.generations[slot]
             assert self.pool.slot(slot).tokens == 0
-            assert self.pool.slot(slot).checksum is None
+            assert self.pool.slot(slot).checksum == 0
             self.generations[slot] = self.pool.slot(slot).generation
         self.open_slots |= set(taken)
         self.holders.append(taken)
@@ -80,6 +80,15 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(AssertionError):
             self.pool.seal(slot, key, 32, index_it=True)
 
+    @precondition(lambda self: self.pool.keys)
+    @rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
+        """Held or cached, it is not found again; who holds it keeps it."""
+        key = data.draw(st.sampled_from(sorted(self.pool.keys)))
+        (slot,) = self.pool.match([key])
+        self.pool.distrust(slot)
+        assert self.pool.match([key]) == []
+
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
@@ -104,16 +113,6 @@ class PoolMachine(RuleBasedStateMachine):
         """Twice, or for a slot that was never late, changes nothing more."""
         self.pool.settle(slot)
         self.quarantined.discard(slot)
-
-    @precondition(lambda self: self.pool.keys)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        """Its bytes have changed: no key leads there any more; holders keep it until they drop it."""
-        key = data.draw(st.sampled_from(sorted(self.pool.keys)))
-        (slot,) = self.pool.match([key])
-        self.pool.forget(slot)
-        assert self.pool.match([key]) == []
-        self.pool.forget(slot)
 
     @rule()
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from baton.engine.torch.admission import Limits
 from baton.engine.torch.sequence import Job
 from baton.engine.torch.step import Drawn, Outcome
 from baton.errors import BatonError, Reason
-from tests.unit.torch_engine.fake_kv import BLOCK, VOCAB, FakeKv, expected, next_token
+from tests.unit.torch_engine.fake_kv import BLOCK, VOCAB, FakeKv, expected, names, next_token
 
 LIMITS = Limits(
     block_size=BLOCK, chunk_tokens=6, max_streams=3, max_jobs=6, max_context=40, vocab_size=VOCAB, eos_token_ids=(0,)
@@ -154,6 +154,38 @@ def test_released_in_a_step_keeps_its_blocks_to_the_end(kv: FakeKv) -> None:
     kv.forward(work)
     kv.scheduler.apply(work, kv.scheduler.computed(work), [], outcome)
     assert (kv.scheduler.pinned, outcome.tokens) == (0, [])
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_ended_by_first_tokens_in_a_step_keeps_its_blocks_to_the_end(kv: FakeKv) -> None:
+    """A peer's first token ends the only choice while a step still writes the prompt's blocks."""
+    job = kv.reserve(asked("a", 5))
+    kv.scheduler.prefill(job)
+    outcome = Outcome()
+    work = kv.scheduler.plan(outcome)
+    kv.scheduler.generate(job, [(0, 5)], [0])
+    assert kv.scheduler.pinned == 3
+    kv.forward(work)
+    kv.scheduler.apply(work, kv.scheduler.computed(work), [], outcome)
+    assert (kv.scheduler.pinned, outcome.tokens, outcome.prefilled) == (0, [], [])
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_a_cached_block_that_changed_is_not_used(kv: FakeKv) -> None:
+    """Of three cached blocks the second goes bad: one is a hit, the rest is computed again, and found again."""
+    request = asked("a", 14, max_tokens=1)
+    start(kv, request)
+    while kv.scheduler.has_work():
+        kv.step()
+    keys, _ = names(request)
+    kv.memory[kv.pool.match(keys)[1]][2] = b"changed"
+    again = start(kv, replace(request, uid="b"))
+    assert (again.hit_tokens, kv.scheduler.corrupted_blocks) == (4, 1)
+    while kv.scheduler.has_work():
+        kv.step()
+    last = kv.reserve(replace(request, uid="c"))
+    assert (last.hit_tokens, kv.scheduler.corrupted_blocks) == (12, 1)
+    kv.scheduler.release(last)
     assert kv.scheduler.check_integrity() == []
 
 

@@ -1,0 +1,159 @@
+"""What a run of faults and streams comes to: a table for people, a line of JSON for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.faults.suite.inject import Done
+from tests.faults.suite.load import Stream
+from tests.faults.suite.requests import Verdict
+from tests.faults.suite.schedule import Kind
+
+BEFORE_S = 0.3
+"""A gap that a fault opened may have begun so much earlier: its last token was on the way."""
+GAP_S = 0.05
+_AFTER = {
+    Kind.KILL: "kill",
+    Kind.RESTART: "kill",
+    Kind.STOP: "stop",
+    Kind.FREEZE: "stop",
+    Kind.TERM: "drain",
+    Kind.CUT: "cut",
+}
+
+
+@dataclass
+class Part:
+    """One stack's share of the suite."""
+
+    name: str
+    faults: list[Done] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    cut_texts_wrong: int = 0
+    pauses: dict[str, list[float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def count(self, verdict: Verdict) -> int:
+        """Streams of that verdict."""
+        return sum(s.judgement is not None and s.judgement.verdict is verdict for s in self.streams)
+
+    def amount(self, verdict: Verdict) -> int:
+        """Tokens lost or doubled."""
+        return sum(s.judgement.amount for s in self.streams if s.judgement and s.judgement.verdict is verdict)
+
+    @property
+    def failed(self) -> list[Stream]:
+        """Requests that ended with neither an answer nor an early refusal."""
+        return [s for s in self.streams if s.failure]
+
+    @property
+    def wrong(self) -> list[Stream]:
+        """Streams with lost, doubled or wrong tokens."""
+        bad = (Verdict.WRONG, Verdict.LOST, Verdict.DOUBLED)
+        return [s for s in self.streams if s.judgement and s.judgement.verdict in bad]
+
+
+def pauses(
+    faults: Sequence[Done], streams: Iterable[Stream], moves: Callable[[str], bool], prefill_tok_s: float
+) -> dict[str, list[float]]:
+    """Seconds that resumed streams stood still after a fault of a worker that streams (`moves`), by how it broke.
+
+    The predicted prefill of what was resumed (prompt and tokens so far) is taken off: it is work, not waiting.
+    """
+    found: dict[str, list[float]] = {}
+    ways = [(d, _AFTER[d.fault.kind]) for d in faults if d.fault.kind in _AFTER and moves(d.fault.target)]
+    for stream in streams:
+        if not stream.resumed:
+            continue
+        for emitted, (before, after) in enumerate(pairwise(stream.times), start=1):
+            if after - before < GAP_S:
+                continue
+            opened = [way for done, way in ways if before - BEFORE_S <= done.began <= after]
+            if opened:
+                work = (stream.prompt_tokens + emitted) / prefill_tok_s
+                found.setdefault(opened[-1], []).append(max(0.0, after - before - work))
+    return found
+
+
+def p99(values: Sequence[float]) -> float:
+    """Nearest rank; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else 0.0
+
+
+def summary(parts: Sequence[Part]) -> dict[str, object]:
+    """The whole suite."""
+    pauses: dict[str, list[float]] = {}
+    for part in parts:
+        for way, values in part.pauses.items():
+            pauses.setdefault(way, []).extend(values)
+    return {
+        "faults": sum(len(part.faults) for part in parts),
+        "streams": sum(len(part.streams) for part in parts),
+        "lost_tokens": sum(part.amount(Verdict.LOST) for part in parts),
+        "doubled_tokens": sum(part.amount(Verdict.DOUBLED) for part in parts),
+        "wrong_texts": sum(part.count(Verdict.WRONG) + part.cut_texts_wrong for part in parts),
+        "leaked_blocks": sum(len(part.findings) for part in parts),
+        "failed_requests": sum(len(part.failed) for part in parts),
+        "near_ties": sum(part.count(Verdict.NEAR_TIE) for part in parts),
+        "pause_p99_s": round(p99(pauses.get("kill", [])), 3),
+        "pause_p99_s_after": {way: round(p99(values), 3) for way, values in sorted(pauses.items())},
+        "pauses": {way: len(values) for way, values in sorted(pauses.items())},
+        "resumed": sum(s.resumed for part in parts for s in part.streams),
+        "refused": sum(s.refused for part in parts for s in part.streams),
+        "retried": sum(s.retried for part in parts for s in part.streams),
+        "faults_by_kind": dict(Counter(str(d.fault.kind) for part in parts for d in part.faults)),
+    }
+
+
+def good(result: dict[str, object]) -> bool:
+    """Whether nothing is wrong but ties, and those are few."""
+    zero = ("lost_tokens", "doubled_tokens", "wrong_texts", "leaked_blocks", "failed_requests")
+    ties, streams = result["near_ties"], result["streams"]
+    assert isinstance(ties, int)
+    assert isinstance(streams, int)
+    return not any(result[key] for key in zero) and ties <= 0.01 * streams
+
+
+def show(console: Console, parts: Sequence[Part]) -> None:
+    """The table, and a line for everything that went wrong."""
+    table = Table(title="faults")
+    table.add_column("")
+    for part in parts:
+        table.add_column(part.name, justify="right")
+    rows: dict[str, Callable[[Part], int]] = {
+        "faults": lambda p: len(p.faults),
+        "streams": lambda p: len(p.streams),
+        "resumed": lambda p: sum(s.resumed for s in p.streams),
+        "retried on another frontend": lambda p: sum(s.retried for s in p.streams),
+        "refused with 429 or 503": lambda p: sum(s.refused for s in p.streams),
+        "failed": lambda p: len(p.failed),
+        "lost tokens": lambda p: p.amount(Verdict.LOST),
+        "doubled tokens": lambda p: p.amount(Verdict.DOUBLED),
+        "wrong texts": lambda p: p.count(Verdict.WRONG) + p.cut_texts_wrong,
+        "near ties": lambda p: p.count(Verdict.NEAR_TIE),
+        "leaked": lambda p: len(p.findings),
+    }
+    for title, count in rows.items():
+        table.add_row(title, *(str(count(part)) for part in parts))
+    for way in sorted({way for part in parts for way in part.pauses}):
+        values = [part.pauses.get(way, []) for part in parts]
+        table.add_row(f"pause p99 after {way}, s", *(f"{p99(v):.2f} of {len(v)}" if v else "" for v in values))
+    console.print(table)
+    for part in parts:
+        for stream in part.failed:
+            console.print(f"{part.name}: {stream.ask.name} failed: {stream.failure}", style="red", markup=False)
+        for stream in part.wrong:
+            assert stream.judgement is not None
+            verdict = stream.judgement
+            text = f"{part.name}: {stream.ask.name}: {verdict.verdict}: {verdict.detail}"
+            console.print(text, style="red", markup=False)
+        for line in (*part.findings, *part.notes):
+            console.print(f"{part.name}: {line}", markup=False)
