@@ -21,12 +21,17 @@ class Proxy:
         self.on_answer: Callable[[int, bytearray], None] = lambda offset, piece: None
         self.connections = 0
         self._writers: set[asyncio.StreamWriter] = set()
+        self._muted: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self) -> None:
         """Reset every connection that is open, on both sides."""
         for writer in self._writers:
             writer.transport.abort()
+
+    def mute(self) -> None:
+        """Swallow all that comes on the connections that are open now; new ones work."""
+        self._muted |= self._writers
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
@@ -63,6 +68,8 @@ class Proxy:
             piece = bytearray(data)
             change(offset, piece)
             offset += len(piece)
+            if writer in self._muted:
+                continue
             writer.write(piece)
             await writer.drain()
         with contextlib.suppress(OSError):
