@@ -162,6 +162,8 @@ class Generation:
         self.reasons: list[str] = []
         self.kv_bytes = 0
         self.route: worker_pb2.RouteTaken | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens found in a cache by the attempt that began the output; None before it has ended."""
         self._backend = backend
         self._inbox = inbox
         self._choices = [Choice(i) for i in range(work.choices)]
@@ -433,6 +435,9 @@ class Generation:
         if leg.route is not None:
             self.route = leg.route
             self.kv_bytes += leg.route.kv_bytes
+            if self.cached_tokens is None and (leg.tokens or reason is None):
+                # A later one finds the output of this one as well: that is no part of what was asked.
+                self.cached_tokens = leg.route.cached_tokens
             for name in leg.route.reasons:
                 self._note(name)
         self._outcome(leg, reason)

@@ -234,10 +234,20 @@ class Stack:
         return time.monotonic() - began
 
     def clear_caches(self) -> None:
-        """Every worker forgets the prefixes it knows."""
+        """Every live worker forgets the prefixes it knows."""
         for name in self.workers():
-            with self._stub(name) as stub:
-                stub.ClearCache(worker_pb2.ClearCacheRequest(), timeout=HANG_S)
+            if self.processes[name].process.poll() is None:
+                self.clear_cache(name)
+
+    def clear_cache(self, name: str) -> None:
+        """One worker forgets the prefixes it knows."""
+        with self._stub(name) as stub:
+            stub.ClearCache(worker_pb2.ClearCacheRequest(), timeout=HANG_S)
+
+    def indexed(self) -> int:
+        """Keys that the router believes to be in some worker's cache."""
+        with self._stub("router") as router:
+            return int(router.View(router_pb2.ViewRequest(), timeout=HANG_S).indexed_keys)
 
     @contextlib.contextmanager
     def _stub(self, name: str) -> Iterator[object]:
