@@ -63,7 +63,7 @@ async def run(settings: FrontendSettings, id: str, model: Model) -> None:
     ProcessCollector(registry=collector)
     metrics = FrontendMetrics(collector)
     registry = Registry(settings.etcd_endpoints, settings.cluster, background)
-    sessions = Sessions(id, model.name, channels, background, metrics)
+    sessions = Sessions(id, model.name, channels, background, metrics, lambda worker: router.failed(worker))
     workers = registry.view("workers", registry_pb2.Worker, confirm=sessions.answers)
     routers = registry.view("routers", registry_pb2.Router)
     router = RouterClient(routers, workers, sessions.live(), channels, metrics)
@@ -81,6 +81,7 @@ async def run(settings: FrontendSettings, id: str, model: Model) -> None:
         background=background,
         metrics=metrics,
         fallback=fallback,
+        resume_patience_s=settings.resume_patience_s,
     )
     frontend = Frontend(
         model=model,

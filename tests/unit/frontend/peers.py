@@ -226,7 +226,14 @@ class Stack:
         self.router_view: View[registry_pb2.Router] = View("routers", registry_pb2.Router)
         strict = changes.pop("strict", False)
         fallback = worker_pb2.FALLBACK_STRICT if strict else worker_pb2.FALLBACK_AUTO
-        self.sessions = Sessions("frontend-test", model.name, self.channels, self.background, self.metrics)
+        self.sessions = Sessions(
+            "frontend-test",
+            model.name,
+            self.channels,
+            self.background,
+            self.metrics,
+            lambda worker: self.client.failed(worker),
+        )
         self.client = RouterClient(
             self.router_view, self.worker_view, self.sessions.live(), self.channels, self.metrics
         )
