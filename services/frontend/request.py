@@ -328,6 +328,9 @@ class Generation:
             try:
                 plan = await self._backend.router.route(self._route_request(emitted))
             except BatonError as error:
+                if error.reason is Reason.ROUTER_UNAVAILABLE and self._backend.fallback != worker_pb2.FALLBACK_STRICT:
+                    # No router and no session either: both at once is this process's own network, more likely.
+                    patience = max(patience, began + START_PATIENCE_S)
                 if error.reason in _NO_PLACE and time.monotonic() < patience and time.time() < self.work.deadline:
                     # Whoever was left out may be back by now: an output that has begun is worth waiting for.
                     self._exclude.clear()
