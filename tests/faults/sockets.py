@@ -6,10 +6,8 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-
-import psutil
 
 from tests.worker_process import WorkerProcess
 
@@ -19,20 +17,21 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 """One BPF instruction: keep nothing."""
 
 
-def deafen(processes: Iterable[WorkerProcess]) -> int:
-    """Every TCP connection that these processes (and their children) have now receives nothing any more, not even the
-    news of its end; new ones are not touched. How many there were. Raises PermissionError where that is not allowed."""
+def deafen(processes: Iterable[WorkerProcess], ports: Collection[int] = ()) -> int:
+    """Every TCP connection that these processes have now, to or from one of `ports` (or at all), receives nothing any
+    more, not even the news of its end; new ones are not touched. How many there were.
+
+    Raises PermissionError where that is not allowed.
+    """
     instructions = ctypes.create_string_buffer(_DROP)
     program = struct.pack("HxxxxxxP", 1, ctypes.addressof(instructions))
     deafened = 0
     for worker in processes:
-        process = psutil.Process(worker.process.pid)
-        for pid in (process.pid, *(child.pid for child in process.children(recursive=True))):
-            for sock in _sockets(pid):
-                with sock:
-                    if _connected(sock):
-                        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-                        deafened += 1
+        for sock in _sockets(worker.process.pid):
+            with sock:
+                if _connected(sock, ports):
+                    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                    deafened += 1
     return deafened
 
 
@@ -56,11 +55,11 @@ def _sockets(pid: int) -> Iterable[socket.socket]:
         os.close(owner)
 
 
-def _connected(sock: socket.socket) -> bool:
+def _connected(sock: socket.socket, ports: Collection[int]) -> bool:
     if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
         return False
     try:
-        sock.getpeername()
+        ends = {sock.getsockname()[1], sock.getpeername()[1]}
     except OSError:
         return False
-    return True
+    return not ports or bool(ends & set(ports))
