@@ -134,7 +134,8 @@ class FaultStack(Stack):
 
     def states(self) -> dict[str, str]:
         """The word of the routers that run: a worker is `serving` when all say so."""
-        views = [self._view(name) for name, (role, _) in self._plan.items() if role == "router" and self.runs(name)]
+        routers = [name for name in self.of_role("router") if self.runs(name) and self.processes[name].address]
+        views = [self._view(name) for name in routers]
         ids = {id for view in views for id in view}
         return {id: next((v.get(id, "unknown") for v in views if v.get(id) != "serving"), "serving") for id in ids}
 
