@@ -9,7 +9,7 @@ import pytest
 
 from baton.model.card import Model
 from baton.v1 import registry_pb2, worker_pb2
-from services.frontend import sessions as module
+from services.frontend import session as module
 from tests.unit.frontend.peers import HANG_S, Attempt, ScriptedWorker, running, until
 from tests.unit.frontend.test_failures import TEXT, ids_of, says, stream_text
 
