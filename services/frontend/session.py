@@ -144,12 +144,14 @@ class Session:
         while True:
             why, error = await self._stream()
             wait = min(high, wait * 2)
+            if not self._tried.is_set():
+                _log.info("session not opened", worker=self.worker, address=self.address, why=why, error=str(error))
             if self.connected:
                 wait = low
                 self._metrics.sessions_lost.labels(self.worker, why).inc()
                 self._failed(self.worker)
+                _log.info("session lost", worker=self.worker, address=self.address, why=why, error=str(error))
             self._lose(error)
-            _log.info("session lost", worker=self.worker, address=self.address, why=why, error=str(error))
             self._retry.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
