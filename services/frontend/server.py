@@ -1,4 +1,4 @@
-"""uvicorn as this frontend needs it: its own signals, and a way to drop a connection that nobody reads."""
+"""uvicorn as this frontend needs it: it leaves as `main` says, and can drop a connection that nobody reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from baton.errors import BatonError, Reason
 from services.frontend.respond import ABORT_EXTENSION
 
-DRAIN_S = 8
+CLOSE_S = 1
+"""How long connections may take to close once their requests have ended."""
 BACKLOG = 2048
 
 
@@ -38,6 +39,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self.listening.set()
 
+    def stop_accepting(self) -> None:
+        """Close the listening socket. Connections that are here stay."""
+        for server in self.servers:
+            server.close()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled where the process is wired."""
@@ -54,7 +60,7 @@ def make_server(app: FastAPI) -> Server:
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=CLOSE_S,
         timeout_keep_alive=65,
         backlog=BACKLOG,
     )
