@@ -69,7 +69,10 @@ class Serving:
         return await drain(self.context, self.attempts, self.runs, deadline_s)
 
     async def leave(self, deadline_s: float | None) -> int:
-        """Drain, then end the process. Returns what is left."""
+        """Drain, then end the process, whether the caller waits for it or not. Returns what is left."""
+        return await asyncio.shield(self.context.background.spawn(self._leave(deadline_s), "leave"))
+
+    async def _leave(self, deadline_s: float | None) -> int:
         left = await self.drain(deadline_s)
         self._end(0)
         return left

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
@@ -15,14 +14,14 @@ from baton.process import Process, run_process
 from baton.rpc.channel import Channels
 from baton.v1 import registry_pb2, worker_pb2
 from services.frontend.app import create_app
-from services.frontend.drain import TELL_S, Requests
+from services.frontend.drain import Requests
 from services.frontend.frontend import Frontend, context_length
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.prompt import PromptPool
 from services.frontend.ready import CardKeeper, Readiness
 from services.frontend.request import Backend
 from services.frontend.route import RouterClient
-from services.frontend.server import Server, listen, make_server
+from services.frontend.server import listen, make_server
 from services.frontend.sessions import Sessions
 from services.frontend.settings import FrontendSettings
 
@@ -87,24 +86,13 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     process.ready(address, metrics_url)
 
     await process.stopped()
-    readiness.draining = requests.draining = True
+    readiness.draining = True
     await registration.withdraw()
-    await _drain(server, requests, settings)
+    await server.leave(requests, settings.linger_s, settings.drain_s)
     await serving
     unfollow()
     await router.flush()
     prompts.close()
-
-
-async def _drain(server: Server, requests: Requests, settings: FrontendSettings) -> None:
-    """See `drain.py`."""
-    began = time.monotonic()
-    await asyncio.sleep(min(settings.linger_s, settings.drain_s))
-    server.stop_accepting()
-    if not await requests.finished(began + settings.drain_s - time.monotonic()):
-        requests.end()
-        await requests.finished(TELL_S)
-    server.should_exit = True
 
 
 def _registration(process: Process, url: str) -> registry_pb2.Frontend:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 
+import structlog
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import BatonError, Reason
+from services.frontend.drain import TELL_S, Requests
 from services.frontend.respond import ABORT_EXTENSION
 
 CLOSE_S = 1
 """How long connections may take to close once their requests have ended."""
 BACKLOG = 2048
+
+_log = structlog.get_logger()
 
 
 class _Protocol(HttpToolsProtocol):
@@ -28,26 +33,56 @@ class _Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to `main`, and says when it listens."""
+    """Leaves signals to `main`, says when it listens, and leaves as `drain.py` says."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._sockets: list[socket.socket] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
+        self._sockets = sockets or []
         await super().startup(sockets)
         self.listening.set()
 
-    def stop_accepting(self) -> None:
-        """Close the listening socket. Connections that are here stay."""
+    async def leave(self, requests: Requests, linger_s: float, drain_s: float) -> None:
+        """Drain. When it returns, `serve` is about to."""
+        began = time.monotonic()
+        requests.draining = True
+        await asyncio.sleep(min(linger_s, drain_s))
+        await self._stop_accepting()
+        if not await requests.finished(began + drain_s - time.monotonic()):
+            _log.warning("ending what still runs", requests=len(requests), drain_s=drain_s)
+            requests.end()
+            await requests.finished(TELL_S)
+        self.should_exit = True
+
+    async def _stop_accepting(self) -> None:
+        """Close the listening socket. Connections stay, those included that wait in its queue: closing would reset
+        them, and their clients could not know whether they had been heard."""
+        waiting = [connection for sock in self._sockets for connection in _accepted(sock)]
         for server in self.servers:
             server.close()
+        for connection in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> _Protocol:
+        return _Protocol(self.config, self.server_state, self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled where the process is wired."""
         yield
+
+
+def _accepted(sock: socket.socket) -> Iterator[socket.socket]:
+    """What waits in the queue of a listening socket that does not block."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection, _ = sock.accept()
+            connection.setblocking(False)
+            yield connection
 
 
 def make_server(app: FastAPI) -> Server:
