@@ -19,6 +19,8 @@ from services.frontend.respond import ABORT_EXTENSION
 
 CLOSE_S = 1
 """How long connections may take to close once their requests have ended."""
+ASK_S = 1.0
+"""Who has connected before the socket closed may take so long to ask."""
 BACKLOG = 2048
 
 _log = structlog.get_logger()
@@ -48,15 +50,25 @@ class Server(uvicorn.Server):
 
     async def leave(self, requests: Requests, linger_s: float, drain_s: float) -> None:
         """Drain. When it returns, `serve` is about to."""
-        began = time.monotonic()
+        end = time.monotonic() + drain_s
         requests.draining = True
         await asyncio.sleep(min(linger_s, drain_s))
         await self._stop_accepting()
-        if not await requests.finished(began + drain_s - time.monotonic()):
+        await asyncio.sleep(min(ASK_S, max(0.0, end - time.monotonic())))
+        while await requests.finished(end - time.monotonic()):
+            self._close_idle()
+            if not len(requests):
+                break
+        else:
             _log.warning("ending what still runs", requests=len(requests), drain_s=drain_s)
             requests.end()
             await requests.finished(TELL_S)
         self.should_exit = True
+
+    def _close_idle(self) -> None:
+        """Close connections without a request; the others close with their response."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     async def _stop_accepting(self) -> None:
         """Close the listening socket. Connections stay, those included that wait in its queue: closing would reset

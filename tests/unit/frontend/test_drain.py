@@ -10,6 +10,7 @@ import pytest
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
+from services.frontend import server as server_module
 from services.frontend.drain import Requests
 from tests.unit.frontend.peers import HANG_S, Attempt, ScriptedWorker, Stack, running, until
 from tests.unit.frontend.test_failures import ids_of
@@ -75,6 +76,27 @@ async def test_what_runs_may_end_and_nobody_new_comes(model: Model) -> None:
         streamed, whole = await asyncio.gather(*running_now)
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert whole.json()["choices"][0]["finish_reason"] == "stop"
+        await asyncio.wait_for(task, HANG_S)
+
+
+async def test_who_has_connected_may_still_ask(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "ASK_S", 3.0)  # for slow machines
+
+    async def plays(attempt: Attempt) -> None:
+        await attempt.play(ids_of(model))
+
+    async with running(model, ScriptedWorker("a", plays)) as stack, httpx.AsyncClient(timeout=HANG_S) as kept:
+        await ask(kept, stack)
+        host, _, port = stack.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await until(lambda: stack.connections() == 2)
+        task = leaving(stack, linger_s=0.0, drain_s=HANG_S)
+        await asyncio.sleep(0.1)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"connection: close" in await asyncio.wait_for(reader.read(), HANG_S)
+        reply = await ask(kept, stack, stream=True)
+        assert (reply.text[-14:], reply.headers["connection"]) == ("data: [DONE]\n\n", "close")
+        writer.close()
         await asyncio.wait_for(task, HANG_S)
 
 
