@@ -20,7 +20,8 @@ from services.frontend.respond import ABORT_EXTENSION
 CLOSE_S = 1
 """How long connections may take to close once their requests have ended."""
 ASK_S = 1.0
-"""Who has connected before the socket closed may take so long to ask."""
+"""A connection is idle for so long before it is closed: its client may be about to ask, and was perhaps answered last
+before it could be told `Connection: close`."""
 BACKLOG = 2048
 
 _log = structlog.get_logger()
@@ -54,10 +55,10 @@ class Server(uvicorn.Server):
         requests.draining = True
         await asyncio.sleep(min(linger_s, drain_s))
         await self._stop_accepting()
-        await asyncio.sleep(min(ASK_S, max(0.0, end - time.monotonic())))
         while await requests.finished(end - time.monotonic()):
-            self._close_idle()
+            await asyncio.sleep(max(0.0, min(ASK_S, end - time.monotonic())))
             if not len(requests):
+                self._close_idle()
                 break
         else:
             _log.warning("ending what still runs", requests=len(requests), drain_s=drain_s)
@@ -66,7 +67,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _close_idle(self) -> None:
-        """Close connections without a request; the others close with their response."""
+        """Close connections without a request."""
         for connection in list(self.server_state.connections):
             connection.shutdown()
 

@@ -80,22 +80,30 @@ async def test_what_runs_may_end_and_nobody_new_comes(model: Model) -> None:
 
 
 async def test_who_has_connected_may_still_ask(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a new connection, and on one whose last response began too early to say that it closes."""
     monkeypatch.setattr(server_module, "ASK_S", 3.0)  # for slow machines
+    go = asyncio.Event()
 
-    async def plays(attempt: Attempt) -> None:
-        await attempt.play(ids_of(model))
+    async def waits(attempt: Attempt) -> None:
+        await attempt.tokens(ids_of(model)[:3], offset=0)
+        await go.wait()
+        await attempt.tokens(ids_of(model)[3:], offset=3, finish="stop")
 
-    async with running(model, ScriptedWorker("a", plays)) as stack, httpx.AsyncClient(timeout=HANG_S) as kept:
-        await ask(kept, stack)
+    worker = ScriptedWorker("a", waits)
+    async with running(model, worker) as stack, httpx.AsyncClient(timeout=HANG_S) as kept:
+        asked = asyncio.create_task(ask(kept, stack, stream=True))
+        await until(lambda: stack.metrics.registry.get_sample_value("baton_frontend_ttft_seconds_count") == 1)
         host, _, port = stack.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         await until(lambda: stack.connections() == 2)
         task = leaving(stack, linger_s=0.0, drain_s=HANG_S)
         await asyncio.sleep(0.1)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert b"connection: close" in await asyncio.wait_for(reader.read(), HANG_S)
+        go.set()
+        assert "connection" not in (await asked).headers
         reply = await ask(kept, stack, stream=True)
         assert (reply.text[-14:], reply.headers["connection"]) == ("data: [DONE]\n\n", "close")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"connection: close" in await asyncio.wait_for(reader.read(), HANG_S)
         writer.close()
         await asyncio.wait_for(task, HANG_S)
 
