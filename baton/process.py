@@ -87,10 +87,9 @@ class Process:
                 await asyncio.wait((serving,), timeout=self._drain_s + LEAVE_S)
                 if not serving.done():
                     _log.error("leaving took too long", drain_s=self._drain_s, beyond_s=LEAVE_S)
-            serving.cancel()
-            await asyncio.wait((serving,), timeout=CLOSE_S)
         finally:
-            await self._close()
+            serving.cancel()
+            await self._close(serving)
         if serving.done() and not serving.cancelled():
             serving.result()
         _log.info("left")
@@ -102,9 +101,10 @@ class Process:
             os._exit(1)
         self.end(0)
 
-    async def _close(self) -> None:
+    async def _close(self, serving: asyncio.Task[None]) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
+                await asyncio.wait((serving,))
                 await self.registry.close()
                 await self.background.close()
                 await self._opened.aclose()

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 DRAIN_S = 2
 """Of the workers: shorter than the long streams, so that these are moved."""
-SHORT, LONG, ENDLESS = 40, 1500, 4000
+SHORT, LONG, ENDLESS = 40, 1000, 4000
 RESUMES = "baton_frontend_resumes_total"
 PROMPTS = [f"{word} " * n for word, n in (("alpha", 3), ("beta", 30), ("gamma", 90), ("delta", 1), ("epsilon", 60))]
 FRONTENDS = ("frontend-a", "frontend-b")
