@@ -54,6 +54,8 @@ class Runs:
     def __init__(self, context: WorkerContext, watchers: Watchers) -> None:
         self._context = context
         self._watchers = watchers
+        self.refusing = False
+        """Whether new runs are refused: some time after `draining` was told."""
         self._open: dict[asyncio.Task[None], _Run] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -121,7 +123,8 @@ class Runs:
     async def _run(self, message: pb.RunRequest, run: _Run) -> None:
         """Ends by BatonError, or cancelled when the caller closes."""
         ours = self._context
-        ours.check_serving()
+        if self.refusing:
+            raise BatonError(Reason.DRAINING, f"{ours.id} is draining")
         ours.check_card(message.card)
         if message.fingerprint != ours.fingerprint:
             raise BatonError(

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
+from services.frontend.drain import CountRequests
 from services.frontend.errors import error_response, internal
 from services.frontend.frontend import Frontend
 from services.frontend.respond import CompletionResponse, Job
@@ -31,6 +32,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     """The ASGI application over a wired frontend."""
     app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIds)
+    app.add_middleware(CountRequests, requests=frontend.requests)
 
     async def chat(request: Request) -> Response:
         return await _complete(request, frontend, frontend.chat_job)
@@ -84,7 +86,7 @@ async def _complete(
     except BatonError as error:
         frontend.metrics.requests.labels(endpoint, error.reason.name.lower()).inc()
         raise
-    return CompletionResponse(job, frontend.metrics, frontend.client_stall_s)
+    return CompletionResponse(job, frontend.metrics, frontend.requests, frontend.client_stall_s)
 
 
 def _check_media_type(request: Request) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from services.frontend.call import Ask, Call
 from services.frontend.chunks import ChatFormat, TextFormat
+from services.frontend.drain import Requests
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.prompt import PromptPool
 from services.frontend.ready import Readiness
@@ -36,6 +37,7 @@ class Frontend:
     client_stall_s: float
     max_body_bytes: int
     created: int
+    requests: Requests = field(default_factory=Requests)
 
     def context_length(self) -> int:
         """Tokens that prompt and output may have together: the model's limit, or the workers' where that is less."""

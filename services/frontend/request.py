@@ -285,7 +285,8 @@ class Generation:
         error, plan = broken.error, broken.leg.plan
         self._failures += 1
         # Strict forbids another way to run, not another pair that runs as planned.
-        unplanned = broken.handback or error.reason not in _UNREACHABLE
+        moved = error.reason is Reason.DRAINING
+        unplanned = not moved and (broken.handback or error.reason not in _UNREACHABLE)
         strict = self._backend.fallback == worker_pb2.FALLBACK_STRICT and unplanned and not resumed
         if not error.reason.retryable or strict or self._failures > MAX_FAILURES:
             raise error

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from baton.errors import BatonError, Reason
 from services.frontend.call import Call, IndexedPiece
 from services.frontend.chunks import DONE, Format
+from services.frontend.drain import Requests
 from services.frontend.errors import error_event, error_response, internal
 from services.frontend.metrics import FrontendMetrics
 
@@ -54,9 +55,10 @@ class Job:
 class CompletionResponse(Response):
     """Runs one job as an ASGI response."""
 
-    def __init__(self, job: Job, metrics: FrontendMetrics, client_stall_s: float) -> None:
+    def __init__(self, job: Job, metrics: FrontendMetrics, requests: Requests, client_stall_s: float) -> None:
         self._job = job
         self._metrics = metrics
+        self._requests = requests
         self._stall_s = client_stall_s
         self._begun = time.monotonic()
         self._headers_sent = False
@@ -83,16 +85,17 @@ class CompletionResponse(Response):
         failure: BatonError | None = None
         outcome = "disconnected"
         try:
-            with self._metrics.waiting.track_inprogress():
-                prepared = await self._job.prepare()
-                call = prepared.call
-                await call.start()
-                first = await call.pieces()
-            self._metrics.ttft.observe(time.monotonic() - self._begun)
-            if self._job.stream:
-                await self._stream(prepared, first, send)
-            else:
-                await self._whole(prepared, first, send)
+            async with self._requests.limited():
+                with self._metrics.waiting.track_inprogress():
+                    prepared = await self._job.prepare()
+                    call = prepared.call
+                    await call.start()
+                    first = await call.pieces()
+                self._metrics.ttft.observe(time.monotonic() - self._begun)
+                if self._job.stream:
+                    await self._stream(prepared, first, send)
+                else:
+                    await self._whole(prepared, first, send)
             outcome = "ok"
         except BatonError as error:
             failure, outcome = error, error.reason.name.lower()
