@@ -23,9 +23,10 @@ from baton.rpc.channel import Channels
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, worker_pb2
 from services.frontend.app import create_app
-from services.frontend.frontend import Frontend, context_length
+from services.frontend.frontend import Frontend
+from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.prompt import PromptPool
+from services.frontend.reader import BodyReader
 from services.frontend.ready import CardKeeper, Readiness
 from services.frontend.request import Backend
 from services.frontend.route import RouterClient
@@ -34,6 +35,8 @@ from services.frontend.sessions import Sessions
 from services.frontend.settings import FrontendSettings
 
 CLOSE_S = 3.0
+BODIES_HELD = 8
+"""Bodies of the largest size that may be held at once until they are read."""
 
 _log = structlog.get_logger()
 
@@ -70,12 +73,12 @@ async def run(settings: FrontendSettings, id: str, model: Model) -> None:
     card = CardKeeper(model.card, registry)
     fallback = worker_pb2.FALLBACK_STRICT if settings.fallback == "strict" else worker_pb2.FALLBACK_AUTO
     readiness = Readiness(model.name, registry, workers, routers, router, sessions, card, fallback)
-    prompts = PromptPool(model, lambda: context_length(model, readiness))
+    bodies = BodyReader(model, metrics)
     backend = Backend(
         card=model.card,
         key_root=model.key_root(),
         eos_ids=model.generation.eos_ids,
-        prompts=prompts,
+        prompts=bodies.reading.prompts,
         router=router,
         sessions=sessions,
         background=background,
@@ -85,7 +88,8 @@ async def run(settings: FrontendSettings, id: str, model: Model) -> None:
     frontend = Frontend(
         model=model,
         backend=backend,
-        prompts=prompts,
+        bodies=bodies,
+        gate=Gate(settings.max_requests, BODIES_HELD * settings.max_body_bytes, metrics),
         readiness=readiness,
         metrics=metrics,
         request_timeout_s=settings.request_timeout_s,
@@ -113,7 +117,7 @@ async def run(settings: FrontendSettings, id: str, model: Model) -> None:
             await registry.close()
             await background.close()
             await channels.close()
-        prompts.close()
+        await bodies.close()
 
 
 async def _announce(server: Server, id: str, address: str) -> None:

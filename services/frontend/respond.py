@@ -34,21 +34,22 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request with its prompts tokenised."""
+    """A checked request with its prompts tokenised."""
 
     call: Call
     format: Format
+    stream: bool
+    include_usage: bool
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request. `prepare` does what still takes time before a worker is asked."""
+    """A request whose body is here. `prepare` reads it; `leave` is called when all is over."""
 
     uid: str
     endpoint: str
-    stream: bool
-    include_usage: bool
     prepare: Callable[[], Awaitable[Prepared]]
+    leave: Callable[[], None]
 
 
 class CompletionResponse(Response):
@@ -75,6 +76,7 @@ class CompletionResponse(Response):
             work.cancel()
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+            self._job.leave()
             self._metrics.active.dec()
             self._metrics.duration.observe(time.monotonic() - self._begun)
 
@@ -89,7 +91,7 @@ class CompletionResponse(Response):
                 await call.start()
                 first = await call.pieces()
             self._metrics.ttft.observe(time.monotonic() - self._begun)
-            if self._job.stream:
+            if prepared.stream:
                 await self._stream(prepared, first, send)
             else:
                 await self._whole(prepared, first, send)
@@ -121,10 +123,10 @@ class CompletionResponse(Response):
                 events += format.chunks(index, piece, prompt_logprobs)
                 if piece.finish:
                     ended += 1
-                    last = ended == call.outputs and not self._job.include_usage
+                    last = ended == call.outputs and not prepared.include_usage
                     events.append(format.finish(index, piece.finish, call.story() if last else None))
             if call.finished:
-                if self._job.include_usage:
+                if prepared.include_usage:
                     events.append(format.usage(call.usage(), call.story()))
                 events.append(DONE)
             if events:
@@ -162,16 +164,19 @@ class CompletionResponse(Response):
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         if error.reason is Reason.SLOW_CLIENT:
-            self._metrics.slow_clients.inc()
-            extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
-            if extension is not None:
-                extension["abort"]()
-            return
-        if not self._headers_sent:
+            self._cut_off(scope)
+        elif not self._headers_sent:
             await error_response(error)(scope, receive, send)
-            return
-        # The stream has begun: one error event and no [DONE], so nobody takes it for complete.
-        await self._send(send, {"type": "http.response.body", "body": error_event(error)})
+        else:
+            # The stream has begun: one error event and no [DONE], so nobody takes it for complete.
+            try:
+                await self._send(send, {"type": "http.response.body", "body": error_event(error)})
+            except BatonError:
+                self._cut_off(scope)
+
+    def _cut_off(self, scope: Scope) -> None:
+        self._metrics.slow_clients.inc()
+        abort_connection(scope)
 
     def _count(self, call: Call, outcome: str) -> None:
         usage, story = call.usage(), call.story()
@@ -179,6 +184,13 @@ class CompletionResponse(Response):
         self._metrics.output_tokens.inc(usage.completion_tokens)
         self._metrics.kv_bytes.inc(story["kv_bytes"])
         self._metrics.count_route(story["mode"], story["reasons"])
+
+
+def abort_connection(scope: Scope) -> None:
+    """Drop the connection at once, whatever has not been written or read."""
+    extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
+    if extension is not None:
+        extension["abort"]()
 
 
 async def _disconnected(receive: Receive) -> None:

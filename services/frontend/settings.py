@@ -19,4 +19,5 @@ class FrontendSettings(ServiceSettings):
     fallback: Literal["auto", "strict"] = Field("auto", description="strict: an error instead of running elsewhere")
     request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
     client_stall_s: float = Field(30.0, gt=0, description="a client that reads nothing for so long is cut off")
+    max_requests: int = Field(1024, gt=0, description="requests under way at once; more are refused with 429")
     max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused")
