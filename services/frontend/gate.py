@@ -16,6 +16,11 @@ class Gate:
         self._requests = 0
         self._bytes = 0
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """Requests inside, and bytes of their bodies."""
+        return self._requests, self._bytes
+
     def enter(self) -> Pass:
         """Let one request in; `leave` on every path. Raises BatonError(NO_CAPACITY)."""
         if self._requests >= self._max_requests:

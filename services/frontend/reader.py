@@ -89,13 +89,13 @@ class _Process:
                     answer = await self._ask(body, chat, limit)
                     answered = True
                     break
+                except TimeoutError:
+                    raise BatonError(Reason.REQUEST_TOO_LARGE, f"The body takes over {READ_S:g} s to read.") from None
                 except (OSError, asyncio.IncompleteReadError) as error:
                     # Killed by somebody, or by this body: the second time it is the body.
                     _log.warning("the process that reads large bodies ended", bytes=len(body), error=repr(error))
                     if last:
                         raise BatonError(Reason.REQUEST_TOO_LARGE, "The body takes too much memory to read.") from error
-                except TimeoutError:
-                    raise BatonError(Reason.REQUEST_TOO_LARGE, f"The body takes over {READ_S:g} s to read.") from None
                 finally:
                     # Cancelled or late in mid-exchange: what it would answer next belongs to nobody.
                     if not answered:

@@ -250,7 +250,7 @@ class Stack:
             metrics=self.metrics,
             fallback=fallback,
         )
-        gate = Gate(changes.pop("max_requests", 1024), 2 << 20, self.metrics)
+        gate = Gate(changes.pop("max_requests", 1024), changes.pop("max_body_held", 2 << 20), self.metrics)
         settings = {"request_timeout_s": HANG_S, "client_stall_s": 5.0, "max_body_bytes": 1 << 20} | changes
         self.frontend = Frontend(
             model=model,
