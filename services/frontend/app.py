@@ -22,6 +22,7 @@ from services.frontend.errors import error_response, internal
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
 from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
+from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
@@ -32,6 +33,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     """The ASGI application over a wired frontend."""
     app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIds)
+    app.add_middleware(Turnstile)
 
     async def chat(request: Request) -> Response:
         return await _complete(request, frontend, chat=True)

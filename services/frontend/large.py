@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from baton.errors import BatonError, Reason
 from baton.model.card import load_model
@@ -26,6 +27,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C reaches the whole group: the frontend decides when this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # When the machine runs out of memory this goes first, and its frontend lives.
+    Path("/proc/self/oom_score_adj").write_text("1000")
     path, name, fd = json.loads(sys.argv[1])
     with socket.socket(fileno=fd) as connection:
         reading = Reading(load_model(path, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import secrets
@@ -98,6 +99,9 @@ async def run(settings: FrontendSettings, id: str, model: Model) -> None:
         created=int(time.time()),
     )
     server = make_server(create_app(frontend))
+    # What is here now stays: without it each full collection walks the vocabulary and holds up the loop.
+    gc.collect()
+    gc.freeze()
     _stop_on_signal(server, readiness)
     try:
         await registry.start()

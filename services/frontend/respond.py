@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from starlette.responses import Response
@@ -22,6 +23,9 @@ from services.frontend.metrics import FrontendMetrics
 
 ABORT_EXTENSION = "baton.abort"
 """ASGI extension: its `abort` drops the connection without waiting for the client to read."""
+
+LONG_TOKENS = 512
+"""A whole answer of more tokens is written in a thread."""
 
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -120,7 +124,9 @@ class CompletionResponse(Response):
         while True:
             events: list[bytes] = []
             for index, piece, prompt_logprobs in pieces:
-                events += format.chunks(index, piece, prompt_logprobs)
+                # An echoed prompt's log probabilities are as many as it has tokens: not on the loop.
+                write = asyncio.to_thread if prompt_logprobs else _at_once
+                events += await write(format.chunks, index, piece, prompt_logprobs)
                 if piece.finish:
                     ended += 1
                     last = ended == call.outputs and not prepared.include_usage
@@ -140,11 +146,14 @@ class CompletionResponse(Response):
         call, format = prepared.call, prepared.format
         while True:
             for index, piece, prompt_logprobs in pieces:
-                format.collect(index, piece, prompt_logprobs)
+                write = asyncio.to_thread if prompt_logprobs else _at_once
+                await write(format.collect, index, piece, prompt_logprobs)
             if call.finished:
                 break
             pieces = await call.pieces()
-        body = format.body(call.usage(), call.story())
+        usage = call.usage()
+        write = asyncio.to_thread if usage.completion_tokens > LONG_TOKENS else _at_once
+        body = await write(format.body, usage, call.story())
         length = str(len(body)).encode()
         await self._start(call, send, [(b"content-type", b"application/json"), (b"content-length", length)])
         await self._send(send, {"type": "http.response.body", "body": body})
@@ -191,6 +200,11 @@ def abort_connection(scope: Scope) -> None:
     extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
     if extension is not None:
         extension["abort"]()
+
+
+async def _at_once(work: Callable[..., Any], *args: Any) -> Any:
+    """What `asyncio.to_thread` does, for work that is not worth a thread."""
+    return work(*args)
 
 
 async def _disconnected(receive: Receive) -> None:

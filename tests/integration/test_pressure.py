@@ -278,6 +278,8 @@ async def test_two_thousand_at_once(crowded: Stack) -> None:
     codes = Counter(answer["error"]["code"] for status, _, answer, _ in answers if status != 200)
     refused = sorted(seconds for status, *_, seconds in answers if status != 200)
     print(f"2000 at once: {dict(statuses)}, {dict(codes)}")
+    router = {n: crowded.metric("frontend", f"baton_frontend_{n}_total") for n in ("router_failures", "own_choices")}
+    print(f"router calls that failed, requests placed without: {router}")
     print(f"refused within s: p50 {refused[len(refused) // 2]:.2f}, max {refused[-1]:.2f}")
     for i, (status, headers, answer, _) in enumerate(answers):
         if status == 200:
