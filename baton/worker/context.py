@@ -71,6 +71,13 @@ class WorkerContext:
         if self.draining:
             raise BatonError(Reason.DRAINING, f"{self.id} is draining")
 
+    def check_length(self, attempt: pb.Attempt) -> None:
+        """Raises BatonError CONTEXT_LENGTH_EXCEEDED, before anything is done that costs the more the longer it is."""
+        tokens = len(attempt.prompt_ids) + len(attempt.emitted_ids)
+        if tokens >= self.spec.max_context:
+            message = f"{tokens} prompt tokens leave no room in a context of {self.spec.max_context}"
+            raise BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message, param="prompt_ids")
+
     def check_card(self, card: registry_pb2.ModelCard) -> None:
         """Raises BatonError MODEL_NOT_FOUND for another model, VERSION_MISMATCH when a digest differs, naming it."""
         ours = self.card

@@ -130,6 +130,7 @@ class Runs:
             raise BatonError(
                 Reason.KV_LAYOUT_MISMATCH, f"layout {message.fingerprint} does not pair with {ours.fingerprint}"
             )
+        ours.check_length(message.attempt)
         request = request_from_pb(message.attempt)
         reservation: Reservation | None = None
         try:

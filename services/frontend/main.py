@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -15,15 +16,19 @@ from baton.rpc.channel import Channels
 from baton.v1 import registry_pb2, worker_pb2
 from services.frontend.app import create_app
 from services.frontend.drain import Requests
-from services.frontend.frontend import Frontend, context_length
+from services.frontend.frontend import Frontend
+from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.prompt import PromptPool
+from services.frontend.reader import BodyReader
 from services.frontend.ready import CardKeeper, Readiness
 from services.frontend.request import Backend
 from services.frontend.route import RouterClient
 from services.frontend.server import listen, make_server
 from services.frontend.sessions import Sessions
 from services.frontend.settings import FrontendSettings
+
+BODIES_HELD = 8
+"""Bodies of the largest size that may be held at once until they are read."""
 
 
 def main() -> None:
@@ -48,12 +53,13 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     card = CardKeeper(model.card, registry)
     fallback = worker_pb2.FALLBACK_STRICT if settings.fallback == "strict" else worker_pb2.FALLBACK_AUTO
     readiness = Readiness(model.name, registry, workers, routers, router, sessions, card, fallback)
-    prompts = PromptPool(model, lambda: context_length(model, readiness))
+    bodies = BodyReader(model, metrics)
+    process.closing(bodies.close)
     backend = Backend(
         card=model.card,
         key_root=model.key_root(),
         eos_ids=model.generation.eos_ids,
-        prompts=prompts,
+        prompts=bodies.reading.prompts,
         router=router,
         sessions=sessions,
         background=background,
@@ -64,7 +70,8 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     frontend = Frontend(
         model=model,
         backend=backend,
-        prompts=prompts,
+        bodies=bodies,
+        gate=Gate(settings.max_requests, BODIES_HELD * settings.max_body_bytes, metrics),
         readiness=readiness,
         metrics=metrics,
         request_timeout_s=settings.request_timeout_s,
@@ -74,6 +81,9 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
         requests=requests,
     )
     server = make_server(create_app(frontend))
+    # What is here now stays: without it each full collection walks the vocabulary and holds up the loop.
+    gc.collect()
+    gc.freeze()
 
     await registry.start()
     unfollow = sessions.follow(workers)
@@ -92,7 +102,6 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     await serving
     unfollow()
     await router.flush()
-    prompts.close()
 
 
 def _registration(process: Process, url: str) -> registry_pb2.Frontend:

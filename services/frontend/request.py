@@ -22,7 +22,7 @@ from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.inbox import Inbox
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.prompt import Prompt, PromptPool
+from services.frontend.prompt import Prompt, Prompts
 from services.frontend.route import RouterClient
 from services.frontend.sessions import Session, Sessions
 
@@ -56,7 +56,7 @@ class Backend:
     card: registry_pb2.ModelCard
     key_root: bytes
     eos_ids: tuple[int, ...]
-    prompts: PromptPool
+    prompts: Prompts
     router: RouterClient
     sessions: Sessions
     background: Background

@@ -24,4 +24,5 @@ class FrontendSettings(ServiceSettings):
         ge=0,
         description="Seconds after SIGTERM, within drain-s, that connections are accepted: balancers need them",
     )
+    max_requests: int = Field(1024, gt=0, description="requests under way at once; more are refused with 429")
     max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused")

@@ -386,7 +386,7 @@ async def _until_end(client: Frontend, uid: str, attempt: int = 1) -> AsyncItera
 @pytest.mark.parametrize(
     ("reason", "told"),
     [
-        ("NO_CAPACITY", "PREFILL_UNAVAILABLE"),
+        ("NO_CAPACITY", "PREFILL_NO_CAPACITY"),
         ("KV_LAYOUT_MISMATCH", "KV_LAYOUT_MISMATCH"),
         ("DRAINING", "PREFILL_UNAVAILABLE"),
         ("ENGINE_FAILED", "PREFILL_FAILED"),
