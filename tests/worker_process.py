@@ -133,7 +133,8 @@ class Frontend:
 
     def __init__(self, address: str, card: registry_pb2.ModelCard | None = None, session: str = "") -> None:
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address)
+        # A connection of its own: channels to one address would else share one, dead or alive.
+        self.channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.session = session or f"session-{os.urandom(4).hex()}"
         self.card = card

@@ -167,8 +167,9 @@ class EngineSpec:
 class EngineStats:
     """The engine's state now.
 
-    `step_started` is `time.time()` of the running step (0 when idle) and `step_predicted_s` how long it was expected to
-    take: a long step is not a stall, a step far beyond its prediction is. `prefill_tok_s` and `decode_step_s` are
+    `step_started` is `time.time()` since when progress is due (0 when idle): when the running step began, or since when
+    the engine had work, or a message to take, and did nothing. `step_predicted_s` is how long that was expected to
+    take: `baton.engine.progress` tells a long step from a stuck engine. `prefill_tok_s` and `decode_step_s` are
     learnt (exponential averages).
     """
 

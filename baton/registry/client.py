@@ -170,10 +170,11 @@ class EtcdClient:
         """
 
         async def once(endpoint: _Endpoint, metadata: Metadata, timeout_s: float) -> int:
-            call = endpoint.lease.LeaseKeepAlive(metadata=metadata, timeout=timeout_s)  # type: ignore[call-arg]
+            # An iterator, not `write` and `done_writing`: a call that breaks between these raises what is no RpcError.
+            call = endpoint.lease.LeaseKeepAlive(
+                iter([pb.LeaseKeepAliveRequest(id=lease)]), metadata=metadata, timeout=timeout_s
+            )
             try:
-                await call.write(pb.LeaseKeepAliveRequest(id=lease))
-                await call.done_writing()
                 reply = await call.read()
                 if not isinstance(reply, pb.LeaseKeepAliveResponse):  # EOF: the status says why
                     raise _Ended(await call.code(), await call.details())

@@ -77,7 +77,9 @@ class LeasedKey:
                 await self._beat()
                 backoff.reset()
                 delay = LEASE_S / 3
-            except (BatonError, EtcdRefused) as error:
+            except Exception as error:  # whatever it is: who is not renewed is gone, and must come back
+                if not isinstance(error, (BatonError, EtcdRefused)):
+                    _log.exception("renewing a registration failed", key=self.key.decode())
                 self._standing_known.clear()
                 delay = backoff.next()
                 _log.warning(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.engine import progress
 from baton.engine.port import Engine, EngineSpec, Reader, Reservation
 from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle
@@ -77,6 +78,16 @@ class WorkerContext:
         if tokens >= self.spec.max_context:
             message = f"{tokens} prompt tokens leave no room in a context of {self.spec.max_context}"
             raise BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message, param="prompt_ids")
+
+    def stuck(self) -> bool:
+        """Whether the engine has work and makes no progress."""
+        stats = self.engine.stats()
+        return progress.stuck(stats.step_started, stats.step_predicted_s, time.time())
+
+    def check_moving(self, reason: Reason) -> None:
+        """Raises BatonError `reason` while the engine is stuck: whoever asks is better served elsewhere."""
+        if self.stuck():
+            raise BatonError(reason, f"the engine of {self.id} is stuck in a step")
 
     def check_card(self, card: registry_pb2.ModelCard) -> None:
         """Raises BatonError MODEL_NOT_FOUND for another model, VERSION_MISMATCH when a digest differs, naming it."""

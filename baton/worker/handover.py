@@ -17,6 +17,7 @@ from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle
 from baton.rpc.codec import first_token_from_pb, handle_from_pb, peer_from_pb, request_to_pb
 from baton.rpc.errors import from_failure, from_rpc
+from baton.rpc.patience import Patience
 from baton.transfer.port import ReadReport
 from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
@@ -24,9 +25,8 @@ from baton.worker.attempts import Attempt, Stage
 from baton.worker.context import WorkerContext, remaining_s
 
 CONNECT_S = 1.0
-ACCEPT_S = 5.0
-SILENCE_S = 10.0
-"""How long a Run may say nothing before Done: a prefill whose engine moves says so each second."""
+SILENCE_S = 1.5
+"""How long a Run may say nothing before Done: a prefill whose engine moves says so two times a second."""
 PAIR_S = 5.0
 READ_BASE_S = 2.0
 READ_BYTES_S = 50e6
@@ -76,7 +76,7 @@ class Handover:
 
     async def _connect(self, channel: grpc.aio.Channel) -> None:
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with Patience(CONNECT_S):
                 await channel.channel_ready()
         except TimeoutError:
             raise BatonError(
@@ -84,7 +84,7 @@ class Handover:
             ) from None
 
     async def _accept(self, call: grpc.aio.UnaryStreamCall[pb.RunRequest, pb.RunEvent]) -> kv_pb2.Peer:
-        event = await self._next(call, ACCEPT_S)
+        event = await self._next(call, SILENCE_S)
         if not event.HasField("accepted"):
             raise BatonError(Reason.PREFILL_UNAVAILABLE, f"{self.target.id} did not begin with Accepted")
         self._accepted = True
@@ -117,19 +117,34 @@ class Handover:
                     handles = [handle_from_pb(h) for h in event.blocks.handles]
                     self._blocks.put_nowait((event.blocks.first_block, handles))
             elif event.HasField("done"):
-                self.first = [first_token_from_pb(t) for t in event.done.first]
+                self.first = self._first_tokens(event.done)
                 self._attempt.route.cached_tokens = event.done.cached_tokens
                 self._attempt.send_first(self.first)
                 self._blocks.put_nowait(None)
                 if not self._attempt.open:
                     return
 
+    def _first_tokens(self, done: pb.Done) -> list[FirstToken]:
+        """Checked before anything of them leaves: what has reached the client cannot be taken back."""
+        request, vocabulary = self._attempt.request, self._context.spec.vocab_size
+        try:
+            first = [first_token_from_pb(t) for t in done.first]
+        except ValueError:  # it ended in a way that we do not know
+            first = []
+        told = sorted(token.choice for token in first)
+        if self.first or told != sorted(request.choices) or any(token.token_id >= vocabulary for token in first):
+            raise BatonError(Reason.PREFILL_UNAVAILABLE, f"{self.target.id} told first tokens that cannot be")
+        return first
+
     async def _next(
         self, call: grpc.aio.UnaryStreamCall[pb.RunRequest, pb.RunEvent], silence_s: float | None
     ) -> pb.RunEvent:
         try:
-            async with asyncio.timeout(silence_s):
+            if silence_s is None:
                 event = await call.read()
+            else:
+                async with Patience(silence_s):
+                    event = await call.read()
         except TimeoutError:
             raise BatonError(Reason.PREFILL_UNAVAILABLE, f"{self.target.id} said nothing for {silence_s:g} s") from None
         if not isinstance(event, pb.RunEvent):

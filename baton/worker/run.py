@@ -8,14 +8,13 @@ request's deadline close it too. Whichever way it ends, the `finally` gives ever
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import cast
 
 import structlog
 
-from baton.engine.port import EngineStats, PrefillDone, PrefillEvent, Reservation, SealedBlocks
+from baton.engine.port import PrefillDone, PrefillEvent, Reservation, SealedBlocks
 from baton.errors import BatonError, Reason
 from baton.rpc.codec import first_token_to_pb, handle_to_pb, logprob_to_pb, request_from_pb
 from baton.rpc.errors import failure
@@ -23,20 +22,11 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.context import RESERVE_S, WorkerContext, remaining_s
 from baton.worker.watch import Watchers
 
-ALIVE_S = 1.0
+ALIVE_S = 0.4
 """How often a Run whose prompt waits or computes says so, as long as the engine moves."""
-STUCK_FACTOR = 20.0
-STUCK_MIN_S = 30.0
 
 _log = structlog.get_logger()
 Write = Callable[[pb.RunEvent], Awaitable[None]]
-
-
-def moving(stats: EngineStats, now: float) -> bool:
-    """Whether the engine makes progress: idle, or within a step that is not far beyond its prediction. Pure."""
-    if not stats.step_started:
-        return True
-    return now - stats.step_started < max(STUCK_MIN_S, STUCK_FACTOR * stats.step_predicted_s)
 
 
 @dataclass(frozen=True)
@@ -125,6 +115,7 @@ class Runs:
         ours = self._context
         if self.refusing:
             raise BatonError(Reason.DRAINING, f"{ours.id} is draining")
+        ours.check_moving(Reason.PREFILL_UNAVAILABLE)
         ours.check_card(message.card)
         if message.fingerprint != ours.fingerprint:
             raise BatonError(
@@ -165,7 +156,7 @@ class Runs:
                     await run.write(_to_pb(event, have_blocks))
                     if isinstance(event, PrefillDone):
                         return
-                elif moving(self._context.engine.stats(), time.time()):
+                elif not self._context.stuck():
                     await run.write(pb.RunEvent(blocks=pb.Blocks()))
         finally:
             closing.cancel()

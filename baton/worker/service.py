@@ -51,6 +51,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._leave = leave
 
     async def Describe(self, request: pb.DescribeRequest, context: object) -> registry_pb2.Worker:
+        self._context.check_moving(Reason.ENGINE_FAILED)  # who probes a worker means its engine
         return self._describe()
 
     async def Session(  # type: ignore[override]

@@ -30,7 +30,12 @@ class Serving:
 
     def __init__(self, context: WorkerContext, end: Callable[[int], None]) -> None:
         self.context = context
-        self.watchers = Watchers(context.epoch, lambda: state.load(context), context.metrics)
+        self.watchers = Watchers(
+            context.epoch,
+            lambda: state.load(context),
+            context.metrics,
+            lambda: context.check_moving(Reason.ENGINE_FAILED),
+        )
         self.attempts = Attempts(context.metrics, self.watchers.changed)
         self.sessions = Sessions(context.epoch, context.metrics, lambda: state.heartbeat(context), self._end_session)
         self.runs = Runs(context, self.watchers)

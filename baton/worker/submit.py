@@ -62,6 +62,7 @@ class Submissions:
     def _validated(self, message: pb.SubmitRequest) -> Attempt:
         context = self._context
         context.check_serving()
+        context.check_moving(Reason.DECODE_UNAVAILABLE)
         session = self._sessions.get(message.session)
         context.check_card(message.card)
         plan = message.plan

@@ -2,12 +2,14 @@
 
 We keep the set of cached keys, so a new router (or one that fell behind) is sent `cleared` and everything, then
 changes. Each stream numbers its cache events from 1 without a gap. Load goes out at once when a request is admitted
-(its reservation at the router ends), else when it changed, at most each `LOAD_S`.
+(its reservation at the router ends), when it changed, at most each `LOAD_S`, and in any case each `ALIVE_S`: a stream
+that says nothing is one of a stopped process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from baton.engine.port import CacheEvent, Engine
@@ -16,6 +18,8 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
 
 LOAD_S = 0.25
+ALIVE_S = 0.5
+"""A stream says something at least this often."""
 COALESCE_S = 0.02
 CHUNK = 2048
 """Keys in one message."""
@@ -50,8 +54,12 @@ class Watcher:
 class Watchers:
     """The watch streams of this process."""
 
-    def __init__(self, epoch: int, load: Callable[[], pb.Load], metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, epoch: int, load: Callable[[], pb.Load], metrics: WorkerMetrics, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check` raises BatonError when this worker is not to be counted on: its streams end with that."""
         self._epoch = epoch
+        self._check = check
         self._load = load
         self._metrics = metrics
         self._keys: dict[bytes, None] = {}
@@ -96,15 +104,17 @@ class Watchers:
             self.changed()
 
     async def serve(self, write: Callable[[pb.WorkerUpdate], Awaitable[None]]) -> None:
-        """Run one stream until it is cancelled."""
+        """Run one stream until it is cancelled. Raises BatonError: what `check` found."""
         watcher = Watcher()
         self._live.add(watcher)
         seq = 0
         told: pb.Load | None = None
+        told_at = 0.0
         try:
             while True:
                 await watcher.wake.wait()
                 watcher.wake.clear()
+                self._check()
                 if watcher.behind:
                     watcher.behind = False
                     messages = _snapshot(list(self._keys))
@@ -116,9 +126,11 @@ class Watchers:
                     message.seq = seq
                     await write(pb.WorkerUpdate(epoch=self._epoch, cache=message))
                 load = self._load()
-                if load != told or watcher.admitted:
-                    told = load
+                now = time.monotonic()
+                if load != told or watcher.admitted or now - told_at > ALIVE_S - LOAD_S:
+                    told, told_at = load, now
                     update = pb.WorkerUpdate(epoch=self._epoch, load=load)
+                    update.load.alive_s = ALIVE_S
                     update.load.admitted.extend(watcher.admitted)
                     watcher.admitted = []
                     await write(update)

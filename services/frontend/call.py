@@ -166,7 +166,7 @@ class Call:
         return [IndexedPiece(index, piece, item.prompt_logprobs)]
 
     def _cached(self) -> int:
-        return sum(generation.route.cached_tokens for generation in self._generations if generation.route is not None)
+        return sum(generation.cached_tokens or 0 for generation in self._generations)
 
 
 def ends(sampling: worker_pb2.Sampling, eos_ids: Sequence[int]) -> frozenset[int]:

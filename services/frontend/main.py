@@ -46,7 +46,7 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     process.closing(channels.close)
     ProcessCollector(registry=process.collectors)
     metrics = FrontendMetrics(process.collectors)
-    sessions = Sessions(process.id, model.name, channels, background, metrics)
+    sessions = Sessions(process.id, model.name, channels, background, metrics, lambda worker: router.failed(worker))
     workers = registry.view("workers", registry_pb2.Worker, confirm=sessions.answers)
     routers = registry.view("routers", registry_pb2.Router)
     router = RouterClient(routers, workers, sessions.live(), channels, metrics)
@@ -65,6 +65,7 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
         background=background,
         metrics=metrics,
         fallback=fallback,
+        resume_patience_s=settings.resume_patience_s,
     )
     requests = Requests()
     frontend = Frontend(

@@ -42,7 +42,7 @@ class FrontendMetrics:
         self.slow_clients = counter("slow_clients", "Clients cut off because they did not read.")
         self.disconnects = counter("disconnects", "Clients that went away before their answer was complete.")
         self.aborts = counter("aborts", "Abort calls to workers, by result.", "result")
-        self.sessions_lost = counter("sessions_lost", "Session streams that broke, by worker.", "worker")
+        self.sessions_lost = counter("sessions_lost", "Session streams that broke, by worker and why.", "worker", "why")
         self.router_failures = counter("router_failures", "Router calls that failed, by reason.", "reason")
         self.own_choices = counter("own_choices", "Requests placed without a router.")
         self.reports_dropped = counter("reports_dropped", "Outcomes that no router was told.")
@@ -56,6 +56,14 @@ class FrontendMetrics:
         self.ready = Gauge("baton_frontend_ready", "1 when a completion can be served.", registry=registry)
         self.ttft = Histogram(
             "baton_frontend_ttft_seconds", "Request to first token.", buckets=_SECONDS, registry=registry
+        )
+        self.resume = Histogram(
+            "baton_frontend_resume_seconds",
+            "What a resumed output waited for: detect (from the lost worker's last sign of progress to its loss), "
+            "place (to the choice of the worker that took it), token (Submit, prompt and first new token there).",
+            ("part",),
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.itl = Histogram(
             "baton_frontend_itl_seconds", "Between a choice's events.", buckets=_GAPS, registry=registry

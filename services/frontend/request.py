@@ -28,8 +28,8 @@ from services.frontend.sessions import Session, Sessions
 
 MAX_FAILURES = 6
 """Attempts in a row that may fail without one new token."""
-RESUME_PATIENCE_S = 30.0
-"""How long an output that has begun waits for a worker that can go on with it."""
+START_PATIENCE_S = 3.0
+"""How long a request without a token waits for a worker, when one was there a moment ago and was lost."""
 NO_ATTEMPT = -1
 _RETRY_S = (0.1, 1.0)
 
@@ -62,6 +62,8 @@ class Backend:
     background: Background
     metrics: FrontendMetrics
     fallback: worker_pb2.Fallback.ValueType
+    resume_patience_s: float = 30.0
+    """How long an output that has begun waits for a worker that can go on with it."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,10 @@ class Broken:
     leg: Leg
     error: BatonError
     handback: bool
+    at: float
+    """`time.monotonic()` of its end."""
+    silent_s: float
+    """How long its worker had given no sign of progress by then."""
 
 
 Item = Output | Broken
@@ -127,6 +133,8 @@ class Leg:
         self.started = time.monotonic()
         self.first_token = 0.0
         self.tokens = 0
+        self.resumes: Broken | None = None
+        """What it goes on from; None when the client has nothing yet."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -154,6 +162,8 @@ class Generation:
         self.reasons: list[str] = []
         self.kv_bytes = 0
         self.route: worker_pb2.RouteTaken | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens found in a cache by the attempt that began the output; None before it has ended."""
         self._backend = backend
         self._inbox = inbox
         self._choices = [Choice(i) for i in range(work.choices)]
@@ -184,11 +194,11 @@ class Generation:
         self._judge(broken, resumed=bool(begun))
         if fresh:
             self._note(RouteReason.HANDBACK if broken.handback else RouteReason.REROUTED)
-            await self._launch(fresh, (), broken.error)
+            await self._launch(fresh, (), broken)
         for choice in begun:
             self._note(RouteReason.RESUMED)
             self._backend.metrics.resumes.labels(broken.error.reason.name).inc()
-            await self._launch((choice.index,), choice.received, broken.error)
+            await self._launch((choice.index,), choice.received, broken)
 
     def end_choice(self, index: int) -> None:
         """The frontend has seen enough of a choice (a stop string): take nothing more of it."""
@@ -240,7 +250,8 @@ class Generation:
             if choice.attempt == leg.attempt:
                 choice.attempt = NO_ATTEMPT
         if any(not self._choices[i].finished for i in leg.choices):
-            self._inbox.put(Broken(leg, error, handback))
+            now = time.monotonic()
+            self._inbox.put(Broken(leg, error, handback, now, now - leg.session.alive_at))
 
     def _take(self, leg: Leg, choice: Choice, event: worker_pb2.Event) -> None:
         ids = event.tokens.ids
@@ -255,6 +266,7 @@ class Generation:
         if ids:
             if not leg.tokens:
                 leg.first_token = time.monotonic()
+                self._measure(leg)
             leg.tokens += len(ids)
             self._failures = 0
             choice.received.extend(ids)
@@ -265,6 +277,17 @@ class Generation:
             self._inbox.put(output)
         if event.finish:
             self._settle(leg.attempt)
+
+    def _measure(self, leg: Leg) -> None:
+        """What a resume cost the client, by what was waited for."""
+        broken = leg.resumes
+        if broken is None:
+            return
+        seconds = self._backend.metrics.resume
+        if broken.error.reason is Reason.SESSION_LOST:
+            seconds.labels("detect").observe(broken.silent_s)
+        seconds.labels("place").observe(leg.started - broken.at)
+        seconds.labels("token").observe(leg.first_token - leg.started)
 
     def _finish_if_over(self, choice: Choice) -> None:
         """All tokens had come and only the news of the end was lost."""
@@ -296,15 +319,19 @@ class Generation:
         else:
             self._exclude.add(plan.worker.id)
 
-    async def _launch(self, indices: tuple[int, ...], emitted: Sequence[int], cause: BatonError | None = None) -> None:
+    async def _launch(self, indices: tuple[int, ...], emitted: Sequence[int], broken: Broken | None = None) -> None:
         """Route and Submit until a worker takes the choices. Raises the last BatonError when none does."""
-        patience = time.monotonic() + (RESUME_PATIENCE_S if emitted else 0.0)
+        began = time.monotonic()
         low, high = _RETRY_S
-        refusal = cause
+        refusal = None if broken is None else broken.error
         while True:
+            patience = began + self._patience_s(emitted, refusal)
             try:
                 plan = await self._backend.router.route(self._route_request(emitted))
             except BatonError as error:
+                if error.reason is Reason.ROUTER_UNAVAILABLE and self._backend.fallback != worker_pb2.FALLBACK_STRICT:
+                    # No router and no session either: both at once is this process's own network, more likely.
+                    patience = max(patience, began + START_PATIENCE_S)
                 if error.reason in _NO_PLACE and time.monotonic() < patience and time.time() < self.work.deadline:
                     # Whoever was left out may be back by now: an output that has begun is worth waiting for.
                     self._exclude.clear()
@@ -315,11 +342,11 @@ class Generation:
                     raise refusal from error
                 raise
             try:
-                await self._submit(plan, indices, emitted)
+                await self._submit(plan, indices, emitted, broken)
                 return
             except BatonError as error:
                 self._backend.metrics.attempt_failures.labels(error.reason.name).inc()
-                self._failures += 1
+                self._failures += error.reason not in _UNREACHABLE
                 if not error.reason.retryable or (self._failures > MAX_FAILURES and time.monotonic() >= patience):
                     raise
                 refusal = error
@@ -327,10 +354,19 @@ class Generation:
                 self._note(RouteReason.REROUTED)
                 _log.info("submit refused", uid=self.work.uid, worker=plan.worker.id, error=str(error))
 
-    async def _submit(self, plan: worker_pb2.Plan, indices: tuple[int, ...], emitted: Sequence[int]) -> None:
+    def _patience_s(self, emitted: Sequence[int], refusal: BatonError | None) -> float:
+        """How long to look for a worker when there is none."""
+        if emitted:
+            return self._backend.resume_patience_s
+        return START_PATIENCE_S if refusal is not None and refusal.reason in _UNREACHABLE else 0.0
+
+    async def _submit(
+        self, plan: worker_pb2.Plan, indices: tuple[int, ...], emitted: Sequence[int], broken: Broken | None
+    ) -> None:
         backend, work = self._backend, self.work
         session = backend.sessions.to(plan.worker)
         leg = Leg(self, self.attempts, indices, plan, session)
+        leg.resumes = broken if emitted else None
         self.attempts += 1
         request = worker_pb2.SubmitRequest(
             attempt=worker_pb2.Attempt(
@@ -358,7 +394,7 @@ class Generation:
             accepted = True
         except BatonError as error:
             if leg.attempt in self._legs:
-                self._outcome(leg, error.reason, failed=error.reason in _UNREACHABLE)
+                self._outcome(leg, error.reason)
             raise
         finally:
             if not accepted:
@@ -403,11 +439,14 @@ class Generation:
         if leg.route is not None:
             self.route = leg.route
             self.kv_bytes += leg.route.kv_bytes
+            if self.cached_tokens is None and (leg.tokens or reason is None):
+                # A later one finds the output of this one as well: that is no part of what was asked.
+                self.cached_tokens = leg.route.cached_tokens
             for name in leg.route.reasons:
                 self._note(name)
-        self._outcome(leg, reason, failed=reason is Reason.SESSION_LOST)
+        self._outcome(leg, reason)
 
-    def _outcome(self, leg: Leg, reason: Reason | None, *, failed: bool) -> None:
+    def _outcome(self, leg: Leg, reason: Reason | None) -> None:
         outcome = router_pb2.Outcome(
             uid=self.work.uid,
             attempt=leg.attempt,
@@ -418,7 +457,6 @@ class Generation:
             ttft_s=leg.first_token - leg.started if leg.first_token else 0.0,
             prompt_tokens=len(self.work.prompt.ids),
             output_tokens=leg.tokens,
-            failed_workers=[leg.plan.worker.id] if failed else [],
         )
         self._backend.router.report(outcome)
 

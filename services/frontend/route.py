@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import deque
@@ -50,6 +51,7 @@ class RouterClient:
         self._failed_at: dict[str, float] = {}
         self._outcomes: deque[router_pb2.Outcome] = deque()
         self._have_outcomes = asyncio.Event()
+        self._urgent = asyncio.Event()
         self.answered = False
         """Whether any router has ever answered."""
 
@@ -85,16 +87,24 @@ class RouterClient:
         self._outcomes.append(outcome)
         self._have_outcomes.set()
 
+    def failed(self, worker: str) -> None:
+        """Tell the routers, now, that a worker was lost or cannot be reached."""
+        self._urgent.set()
+        self.report(router_pb2.Outcome(reason=Reason.SESSION_LOST.name, failed_workers=[worker]))
+
     async def run(self) -> None:
         """Send reports for ever: every router learns from every outcome."""
         while True:
             await self._have_outcomes.wait()
-            await asyncio.sleep(REPORT_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    await self._urgent.wait()
             await self.flush()
 
     async def flush(self) -> None:
         """Send what has gathered now."""
         self._have_outcomes.clear()
+        self._urgent.clear()
         if not self._outcomes:
             return
         request = router_pb2.ReportRequest(outcomes=self._outcomes)

@@ -1,34 +1,39 @@
 """One long-lived session stream for each worker: every event of every request that this frontend submitted there.
 
-A session that breaks is opened again with jittered back-off under a new name; its requests are told at once. A worker
-that leaves the registry keeps its session as long as requests run on it: only the session's own loss moves streams.
+A session is lost when its stream ends, when it is silent, when the worker's engine is stuck, or when another process
+answers. Its requests and the routers are told at once, and it is opened again with jittered back-off under a new name.
+A worker that leaves the registry keeps its session as long as requests run on it: only the session's own loss moves
+streams.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Protocol
 
 import grpc
 import structlog
 
+from baton.engine import progress
 from baton.errors import BatonError, Reason
 from baton.registry.view import View
 from baton.rpc.channel import Channels
 from baton.rpc.errors import from_failure, from_rpc
+from baton.rpc.patience import Patience
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, worker_pb2, worker_pb2_grpc
 from services.frontend.metrics import FrontendMetrics
 
-HEARTBEAT_TIMEOUT_S = 5.0
+SILENCE_S = 1.0
 """Heartbeats come five times a second: a session that is silent for so long is lost."""
-STEP_STALLED_S = 60.0
-"""An engine step this long, and 20 times longer than predicted, is a dead engine behind a live server."""
 OPEN_TIMEOUT_S = 3.0
+"""How long a worker may take to answer a new session."""
 SUBMIT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 2.0
 UNKNOWN_S = 30.0
@@ -37,6 +42,24 @@ _BACKOFF_S = (0.05, 2.0)
 _STREAMING = (registry_pb2.ROLE_DECODE, registry_pb2.ROLE_MERGED)
 
 _log = structlog.get_logger()
+
+
+class Loss(StrEnum):
+    """Why a session was lost. All but ENDED can be false alarms: they cost a resume, and lose nothing."""
+
+    ENDED = "ended"
+    SILENT = "silent"
+    STUCK = "stuck"
+    GAP = "gap"
+    RESTARTED = "restarted"
+
+
+_TOLD = {
+    Loss.SILENT: "is silent",
+    Loss.STUCK: "is there, but its engine is stuck",
+    Loss.GAP: "said something that never arrived",
+    Loss.RESTARTED: "is another process now",
+}
 
 
 class Sink(Protocol):
@@ -55,15 +78,33 @@ AttemptKey = tuple[str, int]
 class Session:
     """The session stream to one worker process, and the calls that go beside it."""
 
-    def __init__(self, worker: str, address: str, frontend: str, channels: Channels, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self,
+        worker: str,
+        address: str,
+        frontend: str,
+        channels: Channels,
+        metrics: FrontendMetrics,
+        failed: Callable[[str], None],
+    ) -> None:
+        """`failed` is called with the worker's id when it can no longer be counted on."""
         self.worker = worker
         self.address = address
         self.heartbeat: worker_pb2.Heartbeat | None = None
+        self.alive_at = time.monotonic()
+        """The worker's last sign of progress: its last frame, or when the step began in which its engine is stuck."""
         self._frontend = frontend
         self._channels = channels
         self._metrics = metrics
+        self._failed = failed
         self._name = ""
+        self._epoch = 0
+        self._seq = 0
         self._open = asyncio.Event()
+        self._tried = asyncio.Event()
+        """Set from the first time on that the stream opened or failed to."""
+        self._retry = asyncio.Event()
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sinks: dict[AttemptKey, Sink] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -111,40 +152,60 @@ class Session:
         low, high = _BACKOFF_S
         wait = low
         while True:
-            started = time.monotonic()
-            error = await self._stream()
+            why, error = await self._stream()
+            wait = min(high, wait * 2)
+            if self.connected:
+                wait = low
+                self._metrics.sessions_lost.labels(self.worker, why).inc()
+                self._failed(self.worker)
             self._lose(error)
-            _log.info("session lost", worker=self.worker, address=self.address, error=str(error))
-            wait = low if time.monotonic() - started > HEARTBEAT_TIMEOUT_S else min(high, wait * 2)
-            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+            _log.info("session lost", worker=self.worker, address=self.address, why=why, error=str(error))
+            self._retry.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
+                    await self._retry.wait()
+                    wait = low
 
     async def submit(self, request: worker_pb2.SubmitRequest, sink: Sink, deadline: float) -> None:
         """Start an attempt whose events go to `sink` (events may come before this returns).
 
         `deadline` is `time.time()` seconds. Raises BatonError: the worker's refusal, DECODE_UNAVAILABLE when it cannot
-        be reached. After a raise nothing more comes to the sink.
+        be reached, or is lost before it has answered. After a raise nothing more comes to the sink.
         """
         key = (request.attempt.uid, request.attempt.attempt)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(OPEN_TIMEOUT_S, max(0.0, deadline - time.time()))):
-                await self._open.wait()
-        except TimeoutError:
-            raise BatonError(Reason.DECODE_UNAVAILABLE, f"worker {self.worker} cannot be reached") from None
+                await self._tried.wait()
+        if not self.connected:
+            raise BatonError(Reason.DECODE_UNAVAILABLE, f"worker {self.worker} cannot be reached")
         request.session = self._name
         self._sinks[key] = sink
         self._idle.clear()
         accepted = False
         try:
             timeout = min(SUBMIT_TIMEOUT_S, max(0.05, deadline - time.time()))
-            reply = await self._stub().Submit(request, timeout=timeout)
+            reply = await self._unless_lost(self._stub().Submit(request, timeout=timeout))
             if reply.HasField("failure"):
                 raise from_failure(reply.failure)
             accepted = True
         except grpc.aio.AioRpcError as error:
+            self._failed(self.worker)
             raise from_rpc(error, Reason.DECODE_UNAVAILABLE) from error
         finally:
             if not accepted:
                 self.detach(key)
+
+    async def _unless_lost(
+        self, call: grpc.aio.UnaryUnaryCall[worker_pb2.SubmitRequest, worker_pb2.SubmitReply]
+    ) -> worker_pb2.SubmitReply:
+        answer, lost = asyncio.ensure_future(call), self._lost
+        try:
+            await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise BatonError(Reason.DECODE_UNAVAILABLE, f"worker {self.worker} was lost before it had answered")
+            return answer.result()
+        finally:
+            answer.cancel()
 
     def detach(self, key: AttemptKey) -> None:
         """Nothing more of this attempt is wanted. Idempotent."""
@@ -162,6 +223,10 @@ class Session:
             self._metrics.aborts.labels("failed").inc()
             _log.warning("abort failed", worker=self.worker, uid=key[0], error=error.code().name)
 
+    def retry(self) -> None:
+        """A sign that the worker is there: if the session is not, try now."""
+        self._retry.set()
+
     def retire(self) -> None:
         """The worker has left: end when its last request has ended."""
         self._retired.set()
@@ -169,53 +234,69 @@ class Session:
     def _stub(self) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self._channels.get(self.address))
 
-    async def _stream(self) -> BatonError:
-        """Open the stream and read it to its end; why it ended."""
+    async def _stream(self) -> tuple[Loss, BatonError]:
+        """Open the stream and read it for as long as it can be counted on; why no longer."""
         name = f"{self._frontend}-{secrets.token_hex(6)}"
+        self._seq = 0
         call = self._stub().Session(worker_pb2.SessionRequest(session=name, frontend=self._frontend))
         try:
-            while True:
-                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                    frame = await call.read()
-                if not isinstance(frame, worker_pb2.Frame):
-                    return BatonError(Reason.SESSION_LOST, f"worker {self.worker} ended the session")
-                if not self._open.is_set():
-                    # The first frame says that the worker knows this name: only now may it be submitted under.
-                    self._name = name
-                    self._open.set()
-                    self._metrics.sessions.inc()
-                    _log.info("session open", worker=self.worker, address=self.address)
-                self._take(frame)
-                if self._stalled():
-                    return BatonError(Reason.SESSION_LOST, f"the engine of {self.worker} is stuck in a step")
+            async with Patience(OPEN_TIMEOUT_S) as patience:
+                while isinstance(frame := await call.read(), worker_pb2.Frame):
+                    patience.heard(SILENCE_S)
+                    why = self._take(frame, name)
+                    if why is not None:
+                        return why, BatonError(Reason.SESSION_LOST, f"worker {self.worker} {_TOLD[why]}")
+            return Loss.ENDED, BatonError(Reason.SESSION_LOST, f"worker {self.worker} ended the session")
         except TimeoutError:
-            return BatonError(Reason.SESSION_LOST, f"worker {self.worker} is silent")
+            return Loss.SILENT, BatonError(Reason.SESSION_LOST, f"worker {self.worker} {_TOLD[Loss.SILENT]}")
         except grpc.aio.AioRpcError as error:
-            return BatonError(Reason.SESSION_LOST, f"worker {self.worker}: {error.code().name}: {error.details()}")
+            text = f"worker {self.worker}: {error.code().name}: {error.details()}"
+            return Loss.ENDED, BatonError(Reason.SESSION_LOST, text)
         finally:
             call.cancel()
 
-    def _take(self, frame: worker_pb2.Frame) -> None:
+    def _take(self, frame: worker_pb2.Frame, name: str) -> Loss | None:
+        """Pass a frame on. Its last events count also when it says that the worker is lost; returns why it is."""
+        if self.connected and frame.epoch != self._epoch:
+            return Loss.RESTARTED
+        if frame.seq <= self._seq:
+            self._metrics.dropped.labels("frame").inc()
+            return None
+        if frame.seq > self._seq + 1:  # what was in between may have been an end, after which nothing comes
+            return Loss.GAP
+        self._seq = frame.seq
+        self.alive_at = time.monotonic()
+        stuck = False
         if frame.HasField("heartbeat"):
-            self.heartbeat = frame.heartbeat
+            beat = self.heartbeat = frame.heartbeat
+            stuck = progress.stuck(beat.step_started, beat.step_predicted_s, beat.time)
+        if not self.connected and not stuck:
+            # The first frame says that the worker knows this name: only now may it be submitted under.
+            self._opened(name, frame.epoch)
         for event in frame.events:
             sink = self._sinks.get((event.uid, event.attempt))
             if sink is None:
                 self._metrics.dropped.labels("unknown").inc()
             else:
                 sink.on_event(event)
+        if stuck:
+            self.alive_at -= beat.time - beat.step_started
+        return Loss.STUCK if stuck else None
 
-    def _stalled(self) -> bool:
-        beat = self.heartbeat
-        if beat is None or not beat.step_started:
-            return False
-        return beat.time - beat.step_started > max(STEP_STALLED_S, 20 * beat.step_predicted_s)
+    def _opened(self, name: str, epoch: int) -> None:
+        self._name, self._epoch = name, epoch
+        self._lost = asyncio.get_running_loop().create_future()
+        self._open.set()
+        self._tried.set()
+        self._metrics.sessions.inc()
+        _log.info("session open", worker=self.worker, address=self.address)
 
     def _lose(self, error: BatonError) -> None:
         if self._open.is_set():
             self._open.clear()
+            self._lost.set_result(None)
             self._metrics.sessions.dec()
-            self._metrics.sessions_lost.labels(self.worker).inc()
+        self._tried.set()
         self.heartbeat = None
         sinks, self._sinks = list(self._sinks.values()), {}
         self._idle.set()
@@ -233,7 +314,10 @@ class Sessions:
         channels: Channels,
         background: Background,
         metrics: FrontendMetrics,
+        failed: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`failed` hears the id of each worker that was lost or could not be reached, at once."""
+        self._failed = failed
         self._frontend = frontend
         self._model = model
         self._channels = channels
@@ -280,9 +364,12 @@ class Sessions:
             if session is None or session.retired or session.worker != id:
                 session = self._open(id, worker.address)
             self._live[id] = session
+        elif worker is not None:
+            self._live[id].retry()
 
     def _open(self, id: str, address: str) -> Session:
-        session = self._by_address[address] = Session(id, address, self._frontend, self._channels, self._metrics)
+        session = Session(id, address, self._frontend, self._channels, self._metrics, self._failed)
+        self._by_address[address] = session
         self._background.spawn(self._keep(session), f"session {id}")
         return session
 

@@ -18,6 +18,9 @@ class FrontendSettings(ServiceSettings):
     served_name: str = Field("", description="name in the API; default: the file's or directory's")
     fallback: Literal["auto", "strict"] = Field("auto", description="strict: an error instead of running elsewhere")
     request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+    resume_patience_s: float = Field(
+        30.0, ge=0, description="how long an output that has begun waits for a worker that can go on with it"
+    )
     client_stall_s: float = Field(30.0, gt=0, description="a client that reads nothing for so long is cut off")
     linger_s: float = Field(
         3.0,

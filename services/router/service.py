@@ -92,6 +92,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Report(self, request: router_pb2.ReportRequest, context: object) -> router_pb2.ReportReply:
         """Learn from what became of requests; take workers out whose connection failed."""
         for outcome in request.outcomes:
+            for failed in outcome.failed_workers:
+                self._metrics.reported_failures.inc()
+                self._workers.failed(failed, f"connection failed, says a frontend ({outcome.reason or 'no reason'})")
+            if not outcome.uid:
+                continue
             self._reservations.end(outcome.uid, outcome.attempt)
             self._metrics.outcomes.labels(Reason.from_name(outcome.reason).name if outcome.reason else "ok").inc()
             route = outcome.route
@@ -99,9 +104,6 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self._rates.moved(prefill, worker, route.kv_bytes, route.kv_seconds, route.transport)
             if not outcome.reason:
                 self._rates.answered(outcome.output_tokens)
-            for failed in outcome.failed_workers:
-                self._metrics.reported_failures.inc()
-                self._workers.failed(failed, f"connection failed, says a frontend ({outcome.reason or 'no reason'})")
         return router_pb2.ReportReply()
 
     async def View(self, request: router_pb2.ViewRequest, context: object) -> router_pb2.ViewReply:

@@ -20,6 +20,7 @@ import structlog
 from baton.registry.view import View
 from baton.rpc.channel import Channels
 from baton.rpc.codec import layout_from_pb
+from baton.rpc.patience import Patience
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, worker_pb2, worker_pb2_grpc
 from services.router.costs import Role, WorkerState
@@ -31,6 +32,8 @@ from services.router.speculation import Speculation
 
 PROBE_S = 2.0
 """How long a worker may take to answer `Describe`."""
+SILENT_TIMES = 3.0
+"""A stream that says nothing for so many times as long as it promised is one of a stopped process."""
 GAP_PAUSE_S = 0.1
 """Between a gap in a worker's events and the new subscription."""
 
@@ -299,13 +302,17 @@ class Workers:
         stub = worker_pb2_grpc.WorkerServiceStub(channels.get(known.worker.address))
         call = stub.Watch(worker_pb2.WatchRequest())
         try:
-            async for update in call:
-                if update.epoch != described.epoch:
-                    raise WatchLostError("restarted")
-                known.watched = True
-                if not self._take(known, update):
-                    _log.info("gap in a worker's events: subscribing again", worker=described.id)
-                    return
+            async with Patience(None) as patience:
+                async for update in call:
+                    if update.epoch != described.epoch:
+                        raise WatchLostError("restarted")
+                    known.watched = True
+                    if not self._take(known, update):
+                        _log.info("gap in a worker's events: subscribing again", worker=described.id)
+                        return
+                    patience.heard(SILENT_TIMES * known.load.alive_s or None)
+        except TimeoutError:
+            raise WatchLostError("is silent") from None
         finally:
             call.cancel()
         raise WatchLostError("ended its stream")

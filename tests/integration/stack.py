@@ -102,16 +102,23 @@ class Stack:
             self.processes[name].wait_ready()
         self.wait_usable()
 
-    def launch(self, name: str) -> WorkerProcess:
+    def launch(self, name: str, **more: object) -> WorkerProcess:
         """Start a process (again, under its old name) without waiting for it."""
         role, flags = self._plan[name]
-        self.processes[name] = WorkerProcess(role, name, self.directory, self.mark, **flags)
+        self.processes[name] = WorkerProcess(role, name, self.directory, self.mark, **{**flags, **more})
         return self.processes[name]
 
     def restart(self, name: str) -> None:
         """kill -9 and start again under the same name: a new process with a new epoch."""
         self.kill(name)
         self.launch(name).wait_ready()
+
+    def restart_in_place(self, name: str) -> None:
+        """kill -9 and start again under the same name at the same address: only the epoch differs."""
+        address = self.processes[name].address
+        self.kill(name)
+        self.launch(name, port=int(address.rpartition(":")[2])).wait_ready()
+        assert self.processes[name].address == address
 
     def kill(self, *names: str) -> None:
         """kill -9."""
@@ -123,6 +130,11 @@ class Stack:
         process = psutil.Process(self.processes[name].process.pid)
         for one in (process, *process.children(recursive=True)):
             one.suspend()
+
+    def stop_engine(self, name: str) -> None:
+        """SIGSTOP the engine alone: the worker's server lives and answers."""
+        for engine in psutil.Process(self.processes[name].process.pid).children(recursive=True):
+            engine.suspend()
 
     def cont(self, name: str) -> None:
         """SIGCONT; nothing when it has ended."""
@@ -227,10 +239,20 @@ class Stack:
         return time.monotonic() - began
 
     def clear_caches(self) -> None:
-        """Every worker forgets the prefixes it knows."""
+        """Every live worker forgets the prefixes it knows."""
         for name in self.workers():
-            with self._stub(name) as stub:
-                stub.ClearCache(worker_pb2.ClearCacheRequest(), timeout=HANG_S)
+            if self.processes[name].process.poll() is None:
+                self.clear_cache(name)
+
+    def clear_cache(self, name: str) -> None:
+        """One worker forgets the prefixes it knows."""
+        with self._stub(name) as stub:
+            stub.ClearCache(worker_pb2.ClearCacheRequest(), timeout=HANG_S)
+
+    def indexed(self) -> int:
+        """Keys that the router believes to be in some worker's cache."""
+        with self._stub("router") as router:
+            return int(router.View(router_pb2.ViewRequest(), timeout=HANG_S).indexed_keys)
 
     @contextlib.contextmanager
     def _stub(self, name: str) -> Iterator[object]:

@@ -81,7 +81,8 @@ class EngineProcess:
         self._cost = StepCost()
         self._steps = 0
         self._checks: list[int] = []
-        self._running_step = (0.0, 0.0)
+        self._due = (0.0, 0.0)
+        self._taken = 0
         self._requests = msgspec.msgpack.Decoder(Request)
         layout = LayoutFingerprint(
             model=weights_identity(Path(options.model)),
@@ -129,6 +130,7 @@ class EngineProcess:
             message = m.to_engine.decode(stream.read(m.LENGTH.unpack(head)[0]))
             with self._wake:
                 answers = self._take(message)
+                self._taken += 1
                 self._publish()  # first: who has the answer finds the state that it speaks of
                 self._outbox.extend(answers)
                 self._wake.notify()
@@ -230,7 +232,8 @@ class EngineProcess:
                     self._publish()
                     self._wake.wait()
                 work = self._scheduler.plan(outcome)
-                self._publish(work, time.time())
+                self._due = (time.time(), self._predict(work)) if work else (0.0, 0.0)
+                self._publish(blocked=not work)
                 self._post(outcome)
             self._flush()
             if work:
@@ -253,6 +256,7 @@ class EngineProcess:
             decoding = sum(w.count == 1 for w in work)
             prefill = sum(w.count for w in work) - decoding
             self._cost.learn(prefill, decoding, time.perf_counter() - started)
+            self._due = (0.0, 0.0)
             self._publish()
             self._post(outcome)
             self._outbox.extend(self._check())
@@ -269,14 +273,18 @@ class EngineProcess:
         if outcome.tokens:
             post.append(m.Step([token_message(event) for event in outcome.tokens]))
 
-    def _publish(self, work: list[Work] | None = None, started: float = 0.0) -> None:
+    def _predict(self, work: list[Work]) -> float:
+        decoding = sum(w.count == 1 for w in work)
+        return self._cost.predict(sum(w.count for w in work) - decoding, decoding)
+
+    def _publish(self, *, blocked: bool = False) -> None:
+        """`blocked`: what waits waits for blocks, and no step is due."""
         scheduler, pool = self._scheduler, self._pool
-        if work:
-            decoding = sum(w.count == 1 for w in work)
-            self._running_step = (started, self._cost.predict(sum(w.count for w in work) - decoding, decoding))
-        elif not scheduler.stepping:
-            self._running_step = (0.0, 0.0)
-        started, predicted = self._running_step
+        if not scheduler.has_work() and not scheduler.stepping:
+            self._due = (0.0, 0.0)
+        elif not self._due[0] and not blocked:
+            self._due = (time.time(), self._cost.decode_step_s)
+        started, predicted = self._due
         self._page.write(
             EngineStats(
                 running=scheduler.running,
@@ -298,7 +306,8 @@ class EngineProcess:
                 output_tokens=scheduler.output_tokens,
                 preemptions=scheduler.preemptions,
                 corrupted_blocks=scheduler.corrupted_blocks,
-            )
+            ),
+            self._taken,
         )
 
 

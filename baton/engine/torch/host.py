@@ -264,7 +264,12 @@ class TorchEngine(Engine):
     # ---- state
 
     def stats(self) -> EngineStats:
-        return self._page.read()
+        stats, taken = self._page.read()
+        owed = self._link.owed_since(taken) if self._link is not None else 0.0
+        if owed and not stats.step_started:
+            # Stopped between two steps, or while it was idle: what was sent is not even read.
+            return replace(stats, step_started=owed, step_predicted_s=stats.decode_step_s)
+        return stats
 
     async def check_integrity(self) -> list[str]:
         call = self.link.number()

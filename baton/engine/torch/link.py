@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -30,6 +32,8 @@ class Link:
         self._reader = reader
         self._writer = writer
         self._last_number = 0
+        self._taken = 0
+        self._sent: deque[float] = deque()  # when each message that is not known to be taken went out
         self._calls: dict[int, asyncio.Future[m.ToWorker]] = {}
         self._inboxes: dict[int, asyncio.Queue[m.ToWorker | BatonError]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -107,8 +111,16 @@ class Link:
         if self._error is not None or self._writer.is_closing():
             return
         self._writer.write(m.frame(message))
+        self._sent.append(time.time())
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.fail(BatonError(Reason.ENGINE_FAILED, "the engine does not take messages"))
+
+    def owed_since(self, taken: int) -> float:
+        """`time.time()` of the oldest message beyond the first `taken`; 0 when the engine has taken all."""
+        while self._taken < taken and self._sent:
+            self._taken += 1
+            self._sent.popleft()
+        return self._sent[0] if self._sent else 0.0
 
     async def ask(self, number: int, message: object, limit_s: float) -> m.ToWorker:
         """Send and wait for the answer under `number`. Raises BatonError(ENGINE_FAILED) on death or silence."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 from collections.abc import AsyncIterator
 
 from baton.errors import BatonError, Reason
 from baton.transfer.port import Peer
-from baton.transfer.tcp.wire import BAD_VERSION, MAGIC, OK, WELCOME, WireError, hello, receive
+from baton.transfer.tcp.wire import BAD_VERSION, MAGIC, OK, WELCOME, WireError, hello, keep_alive, receive
 
 CONNECTIONS = 4
 """To one peer. More reads at once wait for one to be free, each until its own deadline."""
@@ -37,6 +38,7 @@ async def connect(peer: Peer) -> socket.socket:
         sock = socket.socket(family, kind, proto)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(sock)
         await loop.sock_connect(sock, where)
         await loop.sock_sendall(sock, hello(peer.owner, peer.epoch))
         magic, status, epoch, arena_bytes = WELCOME.unpack(await receive(sock, WELCOME.size))
@@ -76,7 +78,7 @@ class Connections:
     async def borrow(self) -> AsyncIterator[socket.socket]:
         """A connection with nothing under way. Whoever leaves with an exception (cancelled included) has it hung up."""
         async with self._free:
-            sock = self._idle.pop() if self._idle else await connect(self.peer)
+            sock = self._take_idle() or await connect(self.peer)
             self._busy.add(sock)
             try:
                 yield sock
@@ -89,6 +91,17 @@ class Connections:
                 sock.close()
             else:
                 self._idle.append(sock)
+
+    def _take_idle(self) -> socket.socket | None:
+        """An idle connection that is alive: one that has ended, or broken, has something to read."""
+        while self._idle:
+            sock = self._idle.pop()
+            news = select.poll()
+            news.register(sock, select.POLLIN)
+            if not news.poll(0):
+                return sock
+            sock.close()
+        return None
 
     def distrust(self) -> None:
         """Hang up what is idle, so that the next use connects anew: one connection broke, the peer may be gone."""

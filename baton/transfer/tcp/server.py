@@ -24,6 +24,7 @@ from baton.transfer.tcp.wire import (
     VERSION,
     WELCOME,
     WireError,
+    keep_alive,
     receive,
 )
 
@@ -75,6 +76,7 @@ class Server:
             try:
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(sock)
                 async with asyncio.timeout(STALL_S):
                     welcome = await self._greet(sock)
                 while welcome:

@@ -91,11 +91,18 @@ class TcpTransport(Transport):
         wanted = self._screen(handles, into, reasons)
         left = deadline - time.monotonic()
         if wanted and left > 0:
-            with contextlib.suppress(TimeoutError):
+            peers = [self._peers[owner] for owner in wanted]
+            try:
                 async with asyncio.timeout(left):
                     await asyncio.gather(
-                        *(self._fetch(self._peers[o], p, handles, into, reasons, verify) for o, p in wanted.items())
+                        *(
+                            self._fetch(known, positions, handles, into, reasons, verify)
+                            for known, positions in zip(peers, wanted.values(), strict=True)
+                        )
                     )
+            except TimeoutError:
+                for known in peers:  # what swallowed one read may swallow the next
+                    known.distrust()
         return report(handles, into, reasons, time.perf_counter() - started)
 
     def quarantined(self) -> frozenset[int]:

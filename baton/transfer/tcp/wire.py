@@ -31,8 +31,21 @@ PIECE = 1 << 20
 """Bytes of one send or receive: what a loop is kept busy with at a time."""
 
 
+KEEPALIVE_S = 4
+PROBES = 3
+"""A connection whose other end has vanished without a word is dead after KEEPALIVE_S and as many seconds as PROBES."""
+
+
 class WireError(Exception):
     """The other side hung up or does not speak this protocol."""
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel find out that an idle connection is dead."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
 def hello(owner: str, epoch: int) -> bytes:

@@ -86,6 +86,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.refusal: BatonError | None = None
         self.heartbeat: worker_pb2.Heartbeat | None = worker_pb2.Heartbeat(time=1.0)
         """What each heartbeat says; None: silence."""
+        self.fate: Callable[[worker_pb2.Frame], Sequence[worker_pb2.Frame]] = lambda frame: [frame]
+        """What becomes of each numbered frame on its way."""
         self.attempts: list[Attempt] = []
         self.address = ""
         self.sessions: dict[str, asyncio.Queue[worker_pb2.Frame | None]] = {}
@@ -126,8 +128,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Session(self, request: worker_pb2.SessionRequest, context: Any) -> AsyncIterator[worker_pb2.Frame]:
         queue: asyncio.Queue[worker_pb2.Frame | None] = asyncio.Queue()
         self.sessions[request.session] = queue
+        seq = 1
         try:
-            yield worker_pb2.Frame(epoch=self.epoch, heartbeat=worker_pb2.Heartbeat(time=1.0))
+            yield worker_pb2.Frame(epoch=self.epoch, seq=seq, heartbeat=worker_pb2.Heartbeat(time=1.0))
             while True:
                 try:
                     async with asyncio.timeout(0.2):
@@ -138,7 +141,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     frame = worker_pb2.Frame(epoch=self.epoch, heartbeat=self.heartbeat)
                 if frame is None:
                     return
-                yield frame
+                seq += 1
+                frame.seq = seq
+                for one in self.fate(frame):
+                    yield one
         finally:
             self.sessions.pop(request.session, None)
 
@@ -221,7 +227,14 @@ class Stack:
         self.router_view: View[registry_pb2.Router] = View("routers", registry_pb2.Router)
         strict = changes.pop("strict", False)
         fallback = worker_pb2.FALLBACK_STRICT if strict else worker_pb2.FALLBACK_AUTO
-        self.sessions = Sessions("frontend-test", model.name, self.channels, self.background, self.metrics)
+        self.sessions = Sessions(
+            "frontend-test",
+            model.name,
+            self.channels,
+            self.background,
+            self.metrics,
+            lambda worker: self.client.failed(worker),
+        )
         self.client = RouterClient(
             self.router_view, self.worker_view, self.sessions.live(), self.channels, self.metrics
         )

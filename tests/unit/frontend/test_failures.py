@@ -71,8 +71,9 @@ async def test_a_lost_session_resumes_with_what_the_client_has(model: Model) -> 
     first, second = ScriptedWorker("a", dies), ScriptedWorker("b", says(model))
     async with running(model, first, second) as stack:
         text, story = await stream_text(stack, seed=3, max_tokens=77)
-        await until(lambda: len(stack.router.outcomes) == 2)
-        outcomes = {o.attempt: o for o in stack.router.outcomes}
+        await until(lambda: len(stack.router.outcomes) == 3)
+        outcomes = {o.attempt: o for o in stack.router.outcomes if o.uid}
+        (lost,) = (o for o in stack.router.outcomes if not o.uid)
     assert text == TEXT
     assert (story["attempts"], story["worker"]) == (2, "b")
     assert story["reasons"] == ["MERGED_CHEAPEST", "RESUMED"]
@@ -82,7 +83,8 @@ async def test_a_lost_session_resumes_with_what_the_client_has(model: Model) -> 
     assert resumed.sampling == first.attempts[0].message.sampling
     assert resumed.deadline == first.attempts[0].message.deadline
     assert list(stack.router.requests[1].exclude) == ["a"]
-    assert (outcomes[0].reason, list(outcomes[0].failed_workers)) == ("SESSION_LOST", ["a"])
+    assert (outcomes[0].reason, list(lost.failed_workers)) == ("SESSION_LOST", ["a"])
+    assert stack.count("sessions_lost", worker="a", why="ended") == 1
     assert (outcomes[1].reason, outcomes[1].output_tokens) == ("", len(ids) - 5)
     assert stack.count("resumes", reason="SESSION_LOST") == 1
     assert stack.count("fallbacks", reason="RESUMED") == 1

@@ -66,6 +66,10 @@ class Peers:
     def report(self, outcome: router_pb2.Outcome) -> None:
         self.outcomes.append(outcome)
 
+    @property
+    def alive_at(self) -> float:
+        return time.monotonic()
+
     def to(self, target: worker_pb2.Target) -> Peers:
         return self
 

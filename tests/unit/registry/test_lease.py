@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from baton.errors import BatonError, Reason
 from baton.registry.client import EtcdClient
 from baton.registry.lease import LeasedKey, Policy
 from baton.v1.etcd_pb2 import KeyValue
@@ -37,4 +40,23 @@ async def test_when_to_write(policy: Policy, was_ours: bool, current: KeyValue |
     key = LeasedKey(client, b"k", b"new", policy)
     key._lease, key._was_ours = OURS, was_ours
     assert key._must_write(current) is write
+    await client.close()
+
+
+async def test_no_failure_ends_the_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC raises what is no RpcError when a call breaks in the wrong moment: a process that is there stays known."""
+    client = EtcdClient(["127.0.0.1:1"])
+    key = LeasedKey(client, b"k", b"new")
+    renewed = asyncio.Event()
+    failures = [RuntimeError('Failed "execute_batch"'), BatonError(Reason.REGISTRY_UNAVAILABLE, "no answer")]
+
+    async def beat() -> None:
+        if failures:
+            raise failures.pop(0)
+        renewed.set()
+
+    monkeypatch.setattr(key, "_beat", beat)
+    task = asyncio.create_task(key.run())
+    await asyncio.wait_for(renewed.wait(), 20.0)
+    task.cancel()
     await client.close()

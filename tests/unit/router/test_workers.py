@@ -104,6 +104,24 @@ async def test_a_gap_drops_the_entries_and_subscribes_again(fleet: Fleet) -> Non
         assert fleet.index.gaps == 1
 
 
+async def test_a_stream_that_says_less_than_it_promised_means_out(fleet: Fleet) -> None:
+    """A stopped process keeps its connections: only its silence tells."""
+    async with scripted("p", PREFILL) as worker:
+        fleet.workers.registered("p", worker.describes)
+        worker.say(worker.load(alive_s=0.1))
+        await fleet.until(lambda: fleet.quarantine.why("p") == "is silent")
+        await fleet.until(lambda: worker.watches == 2 and fleet.state("p") == "serving")
+
+
+async def test_a_stream_that_promised_nothing_may_say_nothing(fleet: Fleet) -> None:
+    async with scripted("p", PREFILL) as worker:
+        fleet.workers.registered("p", worker.describes)
+        worker.say(worker.load(running=1))
+        await asyncio.sleep(0.5)
+        assert fleet.state("p") == "serving"
+        assert worker.watches == 1
+
+
 async def test_a_stream_that_ends_means_out_and_the_next_one_in(fleet: Fleet) -> None:
     async with scripted("p", PREFILL) as worker:
         fleet.workers.registered("p", worker.describes)

@@ -8,12 +8,15 @@ import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from baton.engine.progress import stuck
 from baton.engine.torch import host
+from baton.engine.torch.host import TorchEngine
 from baton.errors import BatonError, Reason
 from tests.unit.torch_engine.client import HANG_S, ArenaReader, Client, request
 from tests.unit.torch_engine.conftest import make_engine
@@ -81,6 +84,46 @@ async def test_its_death_is_seen_everywhere(tiny_model: Path) -> None:
         await other.release()
         engine.stats()
         await client.close()
+        await client.close()
+
+
+def is_stuck(engine: TorchEngine) -> bool:
+    stats = engine.stats()
+    return stuck(stats.step_started, stats.step_predicted_s, time.time())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not condition():  # noqa: ASYNC110 - a page of shared memory tells nobody that it changed
+            await asyncio.sleep(0.01)
+
+
+async def test_stopped_anywhere_it_is_known_to_be_stuck_until_it_moves(tiny_model: Path) -> None:
+    """In a step or between two, and idle: as soon as there is something that it does not do."""
+    client = Client(make_engine(tiny_model))
+    engine = client.engine
+    await engine.start()
+    try:
+        os.kill(engine.link.pid, signal.SIGSTOP)
+        assert not is_stuck(engine), "nobody asked it for anything"
+        asking = asyncio.create_task(engine.reserve(request(PROMPT)))
+        await until(lambda: is_stuck(engine))
+        os.kill(engine.link.pid, signal.SIGCONT)
+        await (await asking).release()
+        await until(lambda: not is_stuck(engine))
+        for n in range(4):
+            stream = await client.submit(request(PROMPT, max_tokens=1500))
+            async with asyncio.timeout(HANG_S):
+                await stream.moved.wait()
+            await asyncio.sleep(0.0007 * n)
+            os.kill(engine.link.pid, signal.SIGSTOP)
+            assert not is_stuck(engine)
+            await until(lambda: is_stuck(engine))
+            os.kill(engine.link.pid, signal.SIGCONT)
+            await until(lambda: not is_stuck(engine))
+            await client.idle()
+        assert engine.stats().step_started == 0.0
+    finally:
         await client.close()
 
 

@@ -1,19 +1,12 @@
-"""When a prefill says that it is alive, and what it skips."""
+"""What a prefill announces."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.engine.port import EngineStats, SealedBlocks
+from baton.engine.port import SealedBlocks
 from baton.kv.handle import Handle
-from baton.worker.run import STUCK_MIN_S, _to_pb, moving
-
-
-def test_moving() -> None:
-    assert moving(EngineStats(), 100.0)
-    assert moving(EngineStats(step_started=100.0, step_predicted_s=0.5), 100.0 + STUCK_MIN_S - 1)
-    assert not moving(EngineStats(step_started=100.0, step_predicted_s=0.5), 100.0 + STUCK_MIN_S + 1)
-    assert moving(EngineStats(step_started=100.0, step_predicted_s=10.0), 100.0 + STUCK_MIN_S + 1)
+from baton.worker.run import _to_pb
 
 
 def handle(i: int) -> Handle:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from baton.engine.port import CacheEvent
+from baton.errors import BatonError, Reason
 from baton.v1 import worker_pb2 as pb
 from baton.worker import watch as module
 from baton.worker.metrics import WorkerMetrics
@@ -130,3 +131,33 @@ async def test_an_admission_is_told_once_to_each_router() -> None:
         assert sum("u1" in load.admitted for load in router.loads) == 1
         assert router.loads[-1].running == 2
         await router.close()
+
+
+async def test_it_says_something_as_often_as_it_promises() -> None:
+    watchers = new(pb.Load(running=2))
+    ticking = asyncio.create_task(watchers.tick())
+    router = Router(watchers)
+    async with asyncio.timeout(HANG_S):
+        while len(router.loads) < 4:
+            router.news.clear()
+            await router.news.wait()
+    assert {(load.running, load.alive_s) for load in router.loads} == {(2, module.ALIVE_S)}
+    ticking.cancel()
+    await router.close()
+
+
+async def test_streams_of_a_worker_whose_engine_is_stuck_end() -> None:
+    found: list[BatonError] = []
+
+    def check() -> None:
+        if found:
+            raise found[0]
+
+    watchers = Watchers(3, pb.Load, WorkerMetrics(CollectorRegistry()), check)
+    router = Router(watchers)
+    await router.news.wait()
+    found.append(BatonError(Reason.ENGINE_FAILED, "stuck"))
+    watchers.changed()
+    with pytest.raises(BatonError):
+        await asyncio.wait_for(router.task, HANG_S)
+    assert len(watchers) == 0

@@ -1,0 +1,48 @@
+"""Prefill is killed after decode was dispatched: after it accepted, after its first blocks, after its first token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton.v1 import worker_pb2 as pb
+from tests.faults.conftest import Fleet, Oracle
+from tests.faults.fleet import counted, empty, handed_over, prompt
+from tests.integration.stack import SERVED
+from tests.worker_process import HANG_S, WorkerProcess, frontend, integrity
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("moment", ["accepted", "first blocks", "first token"])
+async def test_prefill_is_killed(
+    fleet: Fleet, tmp_path: Path, worker_flags: dict[str, object], greedy: Oracle, moment: str
+) -> None:
+    prompts = [prompt(1800, moment, i) for i in range(6)]
+    with WorkerProcess("prefill", "prefill-lost", tmp_path, **{**worker_flags, "served_name": SERVED}) as spare:
+        async with frontend(fleet.decode) as decode, asyncio.timeout(HANG_S):
+            moved = await counted(fleet.decode, "transfer_bytes_total")
+            for i, ids in enumerate(prompts):
+                plan = handed_over(spare, fleet.alternate if i % 2 else None, local=True)
+                reply = await decode.submit(decode.attempt(f"{moment}-{i}", ids, max_tokens=12), plan)
+                assert not reply.HasField("failure"), reply.failure
+            strict = decode.attempt(f"{moment}-strict", prompt(1800, moment, "strict"))
+            await decode.submit(strict, handed_over(spare, local=True), fallback=pb.FALLBACK_STRICT)
+            if moment == "accepted":
+                while not await integrity(spare.address):
+                    pass
+            elif moment == "first blocks":
+                while await counted(fleet.decode, "transfer_bytes_total") == moved:
+                    pass
+            else:
+                await decode.frame(lambda frame: any(event.tokens.ids for event in frame.events))
+            spare.kill()
+            results = [await decode.collect(f"{moment}-{i}") for i in range(len(prompts))]
+            refused = await decode.collect(f"{moment}-strict")
+    assert [r.tokens[0] for r in results] == [greedy(ids, 12) for ids in prompts]
+    reasons = {reason for r in results if r.route is not None for reason in r.route.reasons[1:]}
+    assert reasons & {"KV_LEASE_LOST", "PREFILL_UNAVAILABLE", "KV_TRANSFER_FAILED"}, "the kill came too late"
+    assert refused.failure in ("KV_LEASE_LOST", "PREFILL_UNAVAILABLE", "KV_TRANSFER_FAILED")
+    await empty(fleet.decode, fleet.alternate)
