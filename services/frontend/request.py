@@ -24,7 +24,8 @@ from services.frontend.inbox import Inbox
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.route import RouterClient
-from services.frontend.sessions import Session, Sessions
+from services.frontend.session import Session
+from services.frontend.sessions import Sessions
 
 MAX_FAILURES = 6
 """Attempts in a row that may fail without one new token."""

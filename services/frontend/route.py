@@ -19,7 +19,7 @@ from baton.rpc.channel import Channels
 from baton.rpc.errors import from_failure, from_rpc
 from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.sessions import Session
+from services.frontend.session import Session
 
 ROUTE_TIMEOUT_S = 1.0
 AVOID_S = 2.0

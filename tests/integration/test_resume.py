@@ -65,10 +65,20 @@ def body(**more: object) -> dict[str, Any]:
 
 async def undisturbed(stack: Stack, client: httpx.AsyncClient, asked: dict[str, Any]) -> Completion:
     """What it should be; the caches are cold again after it."""
-    wanted = await complete(client, stack.url(), asked)
-    assert (wanted.status, wanted.errors) == (200, []), wanted
+    wanted = await served(stack, client, asked)
     stack.clear_caches()
     return wanted
+
+
+async def served(stack: Stack, client: httpx.AsyncClient, asked: dict[str, Any]) -> Completion:
+    """The whole answer; a machine that stands still for seconds may have it refused at first, as clients know."""
+    async with asyncio.timeout(HANG_S):
+        got = await complete(client, stack.url(), asked)
+        while got.status == 503:
+            await asyncio.sleep(1.0)
+            got = await complete(client, stack.url(), asked)
+    assert (got.status, got.errors, got.done) == (200, [], True), got
+    return got
 
 
 async def disturbed(
@@ -213,7 +223,7 @@ async def test_several_prompts_of_which_some_have_begun(stack: Stack, client: ht
     def strike(_: str) -> None:
         stack.kill(*busy)
 
-    same(await disturbed(stack, client, asked, after(20), strike), wanted)
+    same(await disturbed(stack, client, asked, after(20), strike), wanted, hits=False)
 
 
 async def test_echo_with_prompt_logprobs(stack: Stack, client: httpx.AsyncClient) -> None:
@@ -228,7 +238,7 @@ async def test_an_answer_in_one_piece(stack: Stack, client: httpx.AsyncClient) -
     wanted = await undisturbed(stack, client, asked)
     task = await under_way(stack, client, asked, lambda: streaming(stack))
     stack.kill(*streaming(stack))
-    same(await task, wanted)
+    same(await task, wanted, hits=False)
 
 
 async def test_killed_again_and_again(stack: Stack, client: httpx.AsyncClient) -> None:
@@ -240,7 +250,7 @@ async def test_killed_again_and_again(stack: Stack, client: httpx.AsyncClient) -
         await asyncio.to_thread(until, lambda: streaming(stack) or task.done())
         stack.kill(*streaming(stack))
     got = await task
-    same(got, wanted)
+    same(got, wanted, hits=False)
     assert got.story["attempts"] >= 3
 
 
@@ -248,23 +258,25 @@ async def test_stopped_and_woken_while_the_stream_goes_on(stack: Stack, client: 
     """What a stopped worker says when it wakes belongs to a session that has ended: nothing is doubled."""
     asked = body(**SEEDED, max_tokens=5 * TOKENS)
     wanted = await undisturbed(stack, client, asked)
-    woken: list[str] = []
-
-    def stop_for_a_while(name: str) -> None:
-        stack.stop(name)
-        silent = {"worker": name, "why": "silent"}
-
-        def wake() -> None:
-            until(lambda: stack.metric("frontend", "baton_frontend_sessions_lost_total", **silent) > 0)
-            stack.cont(name)
-            woken.append(name)
-
-        threading.Thread(target=wake, daemon=True).start()
-
-    got = await disturbed(stack, client, asked, after(20), stop_for_a_while)
+    got = await disturbed(stack, client, asked, after(20), lambda name: stop_until_missed(stack, name))
     same(got, wanted)
     assert resumed(got)
-    await asyncio.to_thread(until, lambda: woken)
+
+
+def stop_until_missed(stack: Stack, name: str) -> None:
+    """SIGSTOP now, SIGCONT as soon as the frontend has given it up for silent."""
+    before = silences(stack, name)
+    stack.stop(name)
+
+    def wake() -> None:
+        until(lambda: silences(stack, name) > before)
+        stack.cont(name)
+
+    threading.Thread(target=wake, daemon=True).start()
+
+
+def silences(stack: Stack, name: str) -> float:
+    return stack.metric("frontend", "baton_frontend_sessions_lost_total", worker=name, why="silent")
 
 
 async def test_an_engine_that_stands_still_behind_a_live_server(stack: Stack, client: httpx.AsyncClient) -> None:
@@ -299,7 +311,7 @@ async def test_an_idle_engine_that_stands_still_is_known_when_it_is_asked(
     for name in stack.workers("prefill", "decode"):
         stack.stop_engine(name)
     began = time.monotonic()
-    same(await complete(client, stack.url(), asked), wanted)
+    same(await complete(client, stack.url(), asked), wanted, hits=False)
     assert time.monotonic() - began < HANG_S / 4
 
 
@@ -310,7 +322,7 @@ async def test_prefill_killed_in_mid_handover(stack: Stack, client: httpx.AsyncC
         stack.kill("merged-1", "merged-2")
         task = await under_way(stack, client, asked, lambda: stack.metric("prefill-1", "baton_worker_leases"))
         disturb("prefill-1")
-        same(await task, wanted)
+        same(await task, wanted, hits=False)
         await asyncio.to_thread(stack.heal)
         stack.clear_caches()
 
@@ -320,7 +332,7 @@ async def test_decode_killed_while_the_prompt_is_computed(stack: Stack, client: 
     wanted = await undisturbed(stack, client, asked)
     task = await under_way(stack, client, asked, lambda: streaming(stack))
     stack.kill(*streaming(stack))
-    same(await task, wanted)
+    same(await task, wanted, hits=False)
 
 
 async def test_without_any_worker_left_the_stream_ends_with_one_error(stack: Stack, client: httpx.AsyncClient) -> None:
@@ -335,24 +347,14 @@ async def test_without_any_worker_left_the_stream_ends_with_one_error(stack: Sta
 
 
 async def test_the_only_worker_left_is_waited_for(stack: Stack, client: httpx.AsyncClient) -> None:
-    """It comes back as another process within the time."""
+    """Nobody else could go on with the stream: it waits, and the worker that was missed does."""
     asked = body(**SEEDED)
     wanted = await undisturbed(stack, client, asked)
-    stack.kill(*[name for name in stack.workers("decode", "merged") if name != "decode-1"])
-    started: list[threading.Thread] = []
-
-    def replace(name: str) -> None:
-        assert name == "decode-1"
-        stack.kill(name)
-        started.append(threading.Thread(target=stack.launch, args=(name,)))
-        started[0].start()
-
-    got = await disturbed(stack, client, asked, after(10), replace)
-    started[0].join()
-    if got.errors:
-        pytest.skip("the machine needs longer to start a worker than the stream waits")
+    stack.kill(*set(stack.workers("decode", "merged")) - {"decode-1"})
+    got = await disturbed(stack, client, asked, after(10), lambda name: stop_until_missed(stack, name))
     same(got, wanted)
-    assert got.story["worker"] == "decode-1"
+    assert (got.worker, got.story["worker"]) == ("decode-1", "decode-1")
+    assert resumed(got)
 
 
 @pytest.mark.parametrize("name", ["prefill-1", "decode-1", "merged-1"])
@@ -362,8 +364,8 @@ async def test_restarted_in_place_has_no_phantom_cache(stack: Stack, client: htt
     left = {name, "decode-1"} if name == "prefill-1" else {name}
     stack.kill(*set(stack.workers()) - left)
     await asyncio.to_thread(until, lambda: stack.states()[name] == "serving", stack.states)
-    cold = await complete(client, stack.url(), asked)
-    warm = await complete(client, stack.url(), asked)
+    cold = await served(stack, client, asked)
+    warm = await served(stack, client, asked)
     assert warm.of(0).text == cold.of(0).text
     assert (_cached(cold), _cached(warm) > 0) == (0, True)
     await asyncio.to_thread(stack.restart_in_place, name)
@@ -371,8 +373,8 @@ async def test_restarted_in_place_has_no_phantom_cache(stack: Stack, client: htt
     for other in left - {name}:
         stack.clear_cache(other)
     await asyncio.to_thread(until, lambda: not stack.indexed(), stack.indexed)
-    same(await complete(client, stack.url(), asked), cold)
-    same(await complete(client, stack.url(), asked), warm)
+    same(await served(stack, client, asked), cold)
+    same(await served(stack, client, asked), warm)
 
 
 def _cached(got: Completion) -> int:

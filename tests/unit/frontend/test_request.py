@@ -20,7 +20,8 @@ from services.frontend.metrics import FrontendMetrics
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
 from services.frontend.route import RouterClient
-from services.frontend.sessions import Sessions, Sink
+from services.frontend.session import Sink
+from services.frontend.sessions import Sessions
 
 LENGTH = 12
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import openai
 import pytest
 
 from baton.model.card import Model
 from baton.v1 import registry_pb2, worker_pb2
-from services.frontend import sessions as module
+from services.frontend import session as module
 from tests.unit.frontend.peers import HANG_S, Attempt, ScriptedWorker, running, until
 from tests.unit.frontend.test_failures import TEXT, ids_of, says, stream_text
 
@@ -99,6 +100,38 @@ async def test_a_submit_that_is_not_answered_ends_with_the_session(model: Model)
         text, story = await reading
         assert time.monotonic() - began < module.SUBMIT_TIMEOUT_S
     assert (text, story["worker"]) == (TEXT, "b")
+
+
+async def test_a_worker_whose_session_is_down_is_not_waited_for(model: Model) -> None:
+    """The router still proposes it: the request goes elsewhere, and nobody pays for the way there."""
+    first, second = ScriptedWorker("a", says(model)), ScriptedWorker("b", says(model))
+    async with running(model, first, second) as stack:
+        await first.stop()
+        await until(lambda: not stack.connected(first))
+        began = time.monotonic()
+        text, story = await stream_text(stack)
+        assert time.monotonic() - began < module.OPEN_TIMEOUT_S
+        assert (text, story["worker"]) == (TEXT, "b")
+        assert [list(request.exclude) for request in stack.router.requests] == [[], ["a"]]
+
+
+async def test_the_only_worker_may_be_away_for_a_moment(model: Model) -> None:
+    """A request that has no token yet waits for it too, for a while."""
+    worker = ScriptedWorker("only", says(model))
+    async with running(model, worker) as stack:
+        worker.cut()
+        assert (await stream_text(stack))[0] == TEXT
+        await worker.stop()
+        await until(lambda: not stack.connected(worker))
+        reading = asyncio.create_task(stream_text(stack))
+        await asyncio.sleep(0.3)
+        await worker.start()
+        assert (await reading)[0] == TEXT
+        await worker.stop()
+        await until(lambda: not stack.connected(worker))
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stream_text(stack)
+        assert caught.value.code == "decode_unavailable"
 
 
 async def test_a_worker_that_moved_is_followed_and_a_stale_plan_does_not_disturb(model: Model) -> None:
