@@ -98,7 +98,6 @@ class FaultStack(Stack):
         directory: Path,
         model: Path,
         *,
-        routers: int = 1,
         frontends: int = 1,
         etcds: int = 1,
         link: Link | None = None,
@@ -111,8 +110,6 @@ class FaultStack(Stack):
         self.etcd = EtcdMembers(directory, etcds, host)  # type: ignore[assignment]
         self._link = link
         self.far = list(far)
-        for n in range(2, routers + 1):
-            self._plan[f"router-{n}"] = self._plan["router"]
         for name, (role, flags) in list(self._plan.items()):
             own = link.far if link is not None and name in self.far else host
             changed = {**flags, "etcd": self.etcd.address, "host": own, "port": free_port()}
