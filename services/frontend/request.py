@@ -30,13 +30,14 @@ from services.frontend.sessions import Sessions
 MAX_FAILURES = 6
 """Attempts in a row that may fail without one new token."""
 START_PATIENCE_S = 3.0
-"""How long a request without a token waits for a worker, when one was there a moment ago and was lost."""
+"""How long a request without a token waits when nobody is there to take it (not when they are full)."""
 NO_ATTEMPT = -1
 _RETRY_S = (0.1, 1.0)
 
 _log = structlog.get_logger()
 
 _UNREACHABLE = frozenset({Reason.DECODE_UNAVAILABLE, Reason.SESSION_LOST})
+_NOBODY = _UNREACHABLE | {Reason.ROUTER_UNAVAILABLE}
 _NO_PLACE = frozenset(
     {
         Reason.NO_CAPACITY,
@@ -326,15 +327,12 @@ class Generation:
         low, high = _RETRY_S
         refusal = None if broken is None else broken.error
         while True:
-            patience = began + self._patience_s(emitted, refusal)
             try:
                 plan = await self._backend.router.route(self._route_request(emitted))
             except BatonError as error:
-                if error.reason is Reason.ROUTER_UNAVAILABLE and self._backend.fallback != worker_pb2.FALLBACK_STRICT:
-                    # No router and no session either: both at once is this process's own network, more likely.
-                    patience = max(patience, began + START_PATIENCE_S)
+                patience = began + self._patience_s(emitted, error)
                 if error.reason in _NO_PLACE and time.monotonic() < patience and time.time() < self.work.deadline:
-                    # Whoever was left out may be back by now: an output that has begun is worth waiting for.
+                    # Whoever was left out may be back by now.
                     self._exclude.clear()
                     await asyncio.sleep(low * random.uniform(0.5, 1.0))
                     low = min(high, low * 2)
@@ -348,6 +346,7 @@ class Generation:
             except BatonError as error:
                 self._backend.metrics.attempt_failures.labels(error.reason.name).inc()
                 self._failures += error.reason not in _UNREACHABLE
+                patience = began + self._patience_s(emitted, error)
                 if not error.reason.retryable or (self._failures > MAX_FAILURES and time.monotonic() >= patience):
                     raise
                 refusal = error
@@ -355,11 +354,11 @@ class Generation:
                 self._note(RouteReason.REROUTED)
                 _log.info("submit refused", uid=self.work.uid, worker=plan.worker.id, error=str(error))
 
-    def _patience_s(self, emitted: Sequence[int], refusal: BatonError | None) -> float:
-        """How long to look for a worker when there is none."""
+    def _patience_s(self, emitted: Sequence[int], refusal: BatonError) -> float:
+        """How long to look for a worker: an output that has begun is worth more waiting than a refusal in time."""
         if emitted:
             return self._backend.resume_patience_s
-        return START_PATIENCE_S if refusal is not None and refusal.reason in _UNREACHABLE else 0.0
+        return START_PATIENCE_S if refusal.reason in _NOBODY else 0.0
 
     async def _submit(
         self, plan: worker_pb2.Plan, indices: tuple[int, ...], emitted: Sequence[int], broken: Broken | None
