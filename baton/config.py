@@ -29,6 +29,9 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=0, ge=0, le=65535, description="Port of the service; 0 = any free one.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of /metrics; 0 = any free one.")
     id: str = Field(default="", description="Name of this process; empty = role and a random suffix.")
+    drain_s: float = Field(
+        default=20.0, ge=0, description="Seconds after SIGTERM until what still runs is moved elsewhere or ended."
+    )
     log_level: str = Field(default="info", description="debug, info, warning or error.")
     log_json: bool = Field(default=False, description="Logs as JSON lines instead of text.")
 

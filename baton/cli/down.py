@@ -9,8 +9,8 @@ from baton.cli.home import Home
 from baton.cli.process import Record, children_of, end, marked, process_of, records
 from baton.cli.stack import STOP_ORDER
 
-GRACE_S = 15.0
-"""How long a process may take to drain."""
+GRACE_S = 30.0
+"""How long a process may take to drain: as Kubernetes gives it, more than its own bound."""
 
 CHILD_GRACE_S = 2.0
 

@@ -1,6 +1,10 @@
-"""`baton drain`: ask one worker to take no new work and finish what it has."""
+"""`baton drain`: ask one process to take no new work, finish or move what it has, and leave."""
 
 from __future__ import annotations
+
+import signal
+
+import psutil
 
 from baton.cli.errors import CliError
 from baton.cli.home import Home
@@ -9,18 +13,35 @@ from baton.cli.rpc import ask
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 WORKERS = ("prefill", "decode", "merged")
+AT_ONCE_S = 0.001
+LEAVE_S = 30.0
+"""What leaving may take, a worker's deadline aside."""
 
 
 def drain(home: Home, name: str, deadline_s: float) -> int:
-    """Drain the worker of that id or name; returns the requests left when it answered. Raises CliError."""
-    workers = [record for record in records(home) if record.role in WORKERS and process_of(record)]
-    chosen = next((record for record in workers if name in (record.id, record.name)), None)
-    if chosen is None:
-        known = ", ".join(f"{record.name} ({record.id})" for record in workers) or "none is running"
-        raise CliError(f"there is no worker {name}", f"workers: {known}")
-    request = worker_pb2.DrainRequest(deadline_s=deadline_s)
-    reply = ask(
-        chosen.address,
-        lambda channel: worker_pb2_grpc.WorkerServiceStub(channel).Drain(request, timeout=deadline_s + 30.0),
-    )
-    return int(reply.remaining)
+    """Drain the process of that id or name and wait until it has exited; returns the requests that were left.
+
+    `deadline_s` is for workers: then requests are moved. Router, kvstore and frontend go by their own --drain-s.
+    Raises CliError.
+    """
+    running = [(r, process) for r in records(home) if r.role != "etcd" and (process := process_of(r))]
+    found = next(((r, process) for r, process in running if name in (r.id, r.name)), None)
+    if found is None:
+        known = ", ".join(f"{r.name} ({r.id})" for r, _ in running) or "none is running"
+        raise CliError(f"there is no process {name}", f"processes: {known}")
+    chosen, process = found
+    left = 0
+    if chosen.role in WORKERS:
+        request = worker_pb2.DrainRequest(deadline_s=max(deadline_s, AT_ONCE_S))
+        reply = ask(
+            chosen.address,
+            lambda channel: worker_pb2_grpc.WorkerServiceStub(channel).Drain(request, timeout=deadline_s + LEAVE_S),
+        )
+        left = int(reply.remaining)
+    else:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(LEAVE_S)
+    except psutil.TimeoutExpired:
+        raise CliError(f"{name} has not left", f"see `baton logs {chosen.name}`") from None
+    return left

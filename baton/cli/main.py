@@ -258,18 +258,20 @@ def explain(
 
 @app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(help="A worker's id or name, as `baton status` shows it.")],
-    deadline: Annotated[float, typer.Option(min=0, help="Seconds until running requests are handed back.")] = 30.0,
+    process: Annotated[str, typer.Argument(help="An id or name, as `baton status` shows it.")],
+    deadline: Annotated[
+        float, typer.Option(min=0, help="Seconds until a worker's requests are moved to another.")
+    ] = 20.0,
     as_json: Json = False,
 ) -> None:
-    """Let a worker finish what it has and take nothing new."""
-    from baton.cli.drain import drain as ask_worker
+    """Let a process take nothing new, finish or move what it has, and leave. `baton up` starts it again."""
+    from baton.cli.drain import drain as ask_process
 
-    remaining = ask_worker(find_home(), worker, deadline)
+    remaining = ask_process(find_home(), process, deadline)
     if as_json:
-        _print_json({"worker": worker, "remaining": remaining})
+        _print_json({"process": process, "remaining": remaining})
     else:
-        out.print(f"{worker} is drained" if not remaining else f"{worker}: {remaining} requests were left")
+        out.print(f"{process} has left" if not remaining else f"{process} has left {remaining} requests unfinished")
     if remaining:
         raise typer.Exit(1)
 

@@ -69,6 +69,7 @@ def service_specs(options: Options, model: str, etcd: str) -> list[Spec]:
             flags += ["--chunk-tokens", str(options.chunk_tokens)]
             specs.append(Spec(f"{role}-{n}", role, tuple(service(role, *flags))))
     flags = [*shared, "--model", model, *named, "--port", str(options.http_port), "--fallback", options.fallback]
+    flags += ["--linger-s", "0"]  # no balancer looks
     specs.append(Spec("frontend", "frontend", tuple(service("frontend", *flags))))
     return specs
 

@@ -18,8 +18,9 @@ CARD_FIELDS = ("model", "weights", "tokenizer", "chat_template", "generation_con
 
 @dataclass(frozen=True)
 class Model:
-    """One served model: its text side (tokenizer, template, defaults) and its card."""
+    """One served model: its text side (tokenizer, template, defaults) and its card. `path`: where it was read from."""
 
+    path: Path
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -49,7 +50,7 @@ def load_model(path: str | Path, served_name: str = "") -> Model:
         chat_template=template.digest,
         generation_config=generation.digest,
     )
-    return Model(name, tokenizer, template, generation, files.context_length, card)
+    return Model(Path(path), name, tokenizer, template, generation, files.context_length, card)
 
 
 def load_card(path: str | Path, served_name: str = "") -> ModelCard:

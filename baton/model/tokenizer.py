@@ -75,11 +75,14 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of `text`; `add_special` adds what the model expects around raw text (a BOS), never for a chat."""
-        return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+        # As a batch of one: the library keeps the interpreter's lock for a single text (measured: 0.1 s for 256 KB).
+        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
+        return list(encoded.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids` at once (malformed bytes become U+FFFD)."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        return str(text)
 
     def stream(self) -> TextStream:
         """A fresh incremental decoder for one output."""

@@ -9,7 +9,6 @@ import structlog
 from baton.errors import BatonError
 from baton.model.card import card_difference
 from baton.registry import Registration, Registry
-from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2
 
 _log = structlog.get_logger()
@@ -21,13 +20,11 @@ class Announcement:
     def __init__(
         self,
         registry: Registry,
-        background: Background,
         message: registry_pb2.Worker,
         on_other_model: Callable[[], None],
     ) -> None:
         self.message = message
         self._registry = registry
-        self._background = background
         self._on_other_model = on_other_model
         self._registration: Registration | None = None
 
@@ -47,14 +44,11 @@ class Announcement:
             return
         self._registration = await self._registry.register("workers", self.message.id, self.message)
 
-    def say_draining(self) -> None:
-        """Show it in the registration, soon."""
+    async def say_draining(self) -> None:
+        """Show it in the registration; returns when etcd has it, or does not answer in time."""
         self.message.draining = True
         if self._registration is not None:
-            self._background.spawn(self._update(self._registration), "say draining")
-
-    async def _update(self, registration: Registration) -> None:
-        await registration.update(self.message)
+            await self._registration.update(self.message)
 
     async def withdraw(self) -> None:
         """Leave the registry. Idempotent."""

@@ -72,6 +72,13 @@ class WorkerContext:
         if self.draining:
             raise BatonError(Reason.DRAINING, f"{self.id} is draining")
 
+    def check_length(self, attempt: pb.Attempt) -> None:
+        """Raises BatonError CONTEXT_LENGTH_EXCEEDED, before anything is done that costs the more the longer it is."""
+        tokens = len(attempt.prompt_ids) + len(attempt.emitted_ids)
+        if tokens >= self.spec.max_context:
+            message = f"{tokens} prompt tokens leave no room in a context of {self.spec.max_context}"
+            raise BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message, param="prompt_ids")
+
     def stuck(self) -> bool:
         """Whether the engine has work and makes no progress."""
         stats = self.engine.stats()

@@ -44,6 +44,8 @@ class Runs:
     def __init__(self, context: WorkerContext, watchers: Watchers) -> None:
         self._context = context
         self._watchers = watchers
+        self.refusing = False
+        """Whether new runs are refused: some time after `draining` was told."""
         self._open: dict[asyncio.Task[None], _Run] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -111,13 +113,15 @@ class Runs:
     async def _run(self, message: pb.RunRequest, run: _Run) -> None:
         """Ends by BatonError, or cancelled when the caller closes."""
         ours = self._context
-        ours.check_serving()
+        if self.refusing:
+            raise BatonError(Reason.DRAINING, f"{ours.id} is draining")
         ours.check_moving(Reason.PREFILL_UNAVAILABLE)
         ours.check_card(message.card)
         if message.fingerprint != ours.fingerprint:
             raise BatonError(
                 Reason.KV_LAYOUT_MISMATCH, f"layout {message.fingerprint} does not pair with {ours.fingerprint}"
             )
+        ours.check_length(message.attempt)
         request = request_from_pb(message.attempt)
         reservation: Reservation | None = None
         try:

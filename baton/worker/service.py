@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -15,7 +15,6 @@ from baton.v1 import registry_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
 from baton.worker.context import WorkerContext
-from baton.worker.drain import drain
 from baton.worker.integrity import findings
 from baton.worker.run import Runs
 from baton.worker.sessions import Sessions
@@ -40,7 +39,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runs: Runs,
         watchers: Watchers,
         describe: Callable[[], registry_pb2.Worker],
-        on_draining: Callable[[], None],
+        leave: Callable[[float | None], Awaitable[int]],
     ) -> None:
         self._context = context
         self._sessions = sessions
@@ -49,7 +48,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._runs = runs
         self._watchers = watchers
         self._describe = describe
-        self._on_draining = on_draining
+        self._leave = leave
 
     async def Describe(self, request: pb.DescribeRequest, context: object) -> registry_pb2.Worker:
         self._context.check_moving(Reason.ENGINE_FAILED)  # who probes a worker means its engine
@@ -100,8 +99,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await self._watchers.serve(context.write)
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainReply:
-        self._on_draining()
-        return pb.DrainReply(remaining=await drain(self._context, self._attempts, self._runs, request.deadline_s))
+        return pb.DrainReply(remaining=await self._leave(request.deadline_s or None))
 
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest, context: object) -> pb.CheckIntegrityReply:
         found = await findings(self._context, self._sessions, self._attempts, self._runs)

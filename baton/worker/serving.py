@@ -13,6 +13,7 @@ from baton.worker import state
 from baton.worker.announce import Announcement
 from baton.worker.attempts import Attempts
 from baton.worker.context import WorkerContext
+from baton.worker.drain import drain
 from baton.worker.run import Runs
 from baton.worker.service import WorkerServicer
 from baton.worker.sessions import Session, Sessions
@@ -52,7 +53,7 @@ class Serving:
             self.runs,
             self.watchers,
             self._describe,
-            self.say_draining,
+            self.leave,
         )
 
     def spawn_loops(self) -> None:
@@ -64,12 +65,22 @@ class Serving:
         spawn(self._follow_cache(), "cache events")
         spawn(self._show(), "metrics")
 
-    def say_draining(self) -> None:
-        """Take no new work and tell everyone."""
+    async def drain(self, deadline_s: float | None) -> int:
+        """Take no new work, tell everyone, and end or move what runs. Returns what is left."""
         self.context.draining = True
         self.watchers.changed()
         if self.announcement is not None:
-            self.announcement.say_draining()
+            await self.announcement.say_draining()
+        return await drain(self.context, self.attempts, self.runs, deadline_s)
+
+    async def leave(self, deadline_s: float | None) -> int:
+        """Drain, then end the process, whether the caller waits for it or not. Returns what is left."""
+        return await asyncio.shield(self.context.background.spawn(self._leave(deadline_s), "leave"))
+
+    async def _leave(self, deadline_s: float | None) -> int:
+        left = await self.drain(deadline_s)
+        self._end(0)
+        return left
 
     def _describe(self) -> registry_pb2.Worker:
         return registry_pb2.Worker() if self.announcement is None else self.announcement.message

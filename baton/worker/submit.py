@@ -76,6 +76,7 @@ class Submissions:
             raise BatonError(Reason.INVALID_REQUEST, "a disaggregated plan names no prefill", param="plan")
         if plan.mode == pb.MODE_DISAGGREGATED and message.attempt.sampling.HasField("prompt_logprobs"):
             raise BatonError(Reason.INVALID_REQUEST, "prompt logprobs run merged", param="prompt_logprobs")
+        context.check_length(message.attempt)
         request = request_from_pb(message.attempt)
         remaining_s(request.deadline)
         strict = message.fallback == pb.FALLBACK_STRICT

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,10 +17,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
+from services.frontend.asked import check_model
+from services.frontend.drain import CountRequests
 from services.frontend.errors import error_response, internal
 from services.frontend.frontend import Frontend
-from services.frontend.respond import CompletionResponse, Job
-from services.frontend.schema import parse_json
+from services.frontend.gate import Pass
+from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
+from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
@@ -31,18 +34,20 @@ def create_app(frontend: Frontend) -> FastAPI:
     """The ASGI application over a wired frontend."""
     app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIds)
+    app.add_middleware(CountRequests, requests=frontend.requests)
+    app.add_middleware(Turnstile)
 
     async def chat(request: Request) -> Response:
-        return await _complete(request, frontend, frontend.chat_job)
+        return await _complete(request, frontend, chat=True)
 
     async def completions(request: Request) -> Response:
-        return await _complete(request, frontend, frontend.completion_job)
+        return await _complete(request, frontend, chat=False)
 
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [frontend.model_object()]})
 
     async def model(request: Request) -> Response:
-        frontend.check_model(request.path_params["model"])
+        check_model(request.path_params["model"], frontend.model.name)
         return _json(frontend.model_object())
 
     async def health(_: Request) -> Response:
@@ -73,18 +78,31 @@ def create_app(frontend: Frontend) -> FastAPI:
     return app
 
 
-async def _complete(
-    request: Request, frontend: Frontend, make_job: Callable[[Mapping[str, Any], str], Job]
-) -> Response:
+async def _complete(request: Request, frontend: Frontend, *, chat: bool) -> Response:
     endpoint = request.url.path.removeprefix("/v1/")
+    entered: Pass | None = None
     try:
+        entered = frontend.gate.enter()
         _check_media_type(request)
-        raw = parse_json(await _read_body(request, frontend.max_body_bytes))
-        job = make_job(raw, secrets.token_hex(12))
-    except BatonError as error:
-        frontend.metrics.requests.labels(endpoint, error.reason.name.lower()).inc()
+        body = await _read_body(request, frontend, entered)
+    except BaseException as error:
+        if entered is not None:
+            entered.leave()
+        if isinstance(error, BatonError):
+            frontend.metrics.requests.labels(endpoint, error.reason.name.lower()).inc()
         raise
-    return CompletionResponse(job, frontend.metrics, frontend.client_stall_s)
+    uid = secrets.token_hex(12)
+
+    async def prepare() -> Prepared:
+        try:
+            return await frontend.prepare(body, uid, chat=chat)
+        finally:
+            body.clear()  # the request lives on without it
+            entered.body_read()
+
+    return CompletionResponse(
+        Job(uid, endpoint, prepare, entered.leave), frontend.metrics, frontend.requests, frontend.client_stall_s
+    )
 
 
 def _check_media_type(request: Request) -> None:
@@ -95,18 +113,32 @@ def _check_media_type(request: Request) -> None:
         )
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is known to be too large."""
+async def _read_body(request: Request, frontend: Frontend, entered: Pass) -> bytearray:
+    """The body, refused as soon as it is known to be too large; a client that stops sending it is cut off."""
+    limit = frontend.max_body_bytes
     too_large = BatonError(Reason.REQUEST_TOO_LARGE, f"The body is larger than {limit} bytes.")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
+    if length.isdigit():
+        if int(length) > limit:
             raise too_large
-    return bytes(body)
+        entered.body(int(length))
+    body = bytearray()
+    parts = aiter(request.stream())
+    deadline = time.monotonic() + frontend.request_timeout_s
+    try:
+        while True:
+            async with asyncio.timeout(min(frontend.client_stall_s, deadline - time.monotonic())):
+                part = await anext(parts, None)
+            if part is None:
+                return body
+            body += part
+            if len(body) > limit:
+                raise too_large
+            entered.body(len(body))
+    except TimeoutError:
+        frontend.metrics.slow_clients.inc()
+        abort_connection(request.scope)
+        raise BatonError(Reason.SLOW_CLIENT, "The client does not send the body that it began.") from None
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -1,23 +1,26 @@
-"""What a frontend is made of, and how a checked body becomes a job."""
+"""What a frontend is made of, and how a body becomes a call."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
+from services.frontend.asked import Asked
 from services.frontend.call import Ask, Call
-from services.frontend.chunks import ChatFormat, TextFormat
+from services.frontend.chunks import ChatFormat, Format, TextFormat
+from services.frontend.drain import Requests
+from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.prompt import PromptPool
+from services.frontend.reader import BodyReader
 from services.frontend.ready import Readiness
 from services.frontend.request import Backend
-from services.frontend.respond import Job, Prepared
+from services.frontend.respond import Prepared
 from services.frontend.sampling import make_sampling, output_budget
-from services.frontend.schema import Options, model_of, parse_chat, parse_completion
+from services.frontend.schema import Options
 
 COMPLETION_TOKENS = 16
 """OpenAI's default budget of `/v1/completions`."""
@@ -29,22 +32,19 @@ class Frontend:
 
     model: Model
     backend: Backend
-    prompts: PromptPool
+    bodies: BodyReader
+    gate: Gate
     readiness: Readiness
     metrics: FrontendMetrics
     request_timeout_s: float
     client_stall_s: float
     max_body_bytes: int
     created: int
+    requests: Requests = field(default_factory=Requests)
 
     def context_length(self) -> int:
         """Tokens that prompt and output may have together: the model's limit, or the workers' where that is less."""
         return context_length(self.model, self.readiness)
-
-    def check_model(self, name: str) -> None:
-        """Raises BatonError(MODEL_NOT_FOUND)."""
-        if name != self.model.name:
-            raise BatonError(Reason.MODEL_NOT_FOUND, f"The model '{name[:200]}' does not exist.", param="model")
 
     def model_object(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -56,54 +56,46 @@ class Frontend:
             "max_model_len": self.context_length(),
         }
 
-    def chat_job(self, raw: Mapping[str, Any], uid: str) -> Job:
-        """A job out of a chat body. Raises BatonError when the body is not right."""
-        self.check_model(model_of(raw))
-        body = parse_chat(raw, self.model.tokenizer.vocab_size)
-        options, begun = body.options, time.time()
+    async def prepare(self, body: bytes | bytearray, uid: str, *, chat: bool) -> Prepared:
+        """Read a body and make of it what can be started. Raises BatonError when it is not right, or not in time."""
+        begun = time.time()
+        limit = self.context_length()
+        try:
+            async with asyncio.timeout(self.request_timeout_s):
+                asked = await self.bodies.read(body, chat=chat, limit=limit)
+        except TimeoutError:
+            raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None
+        call = self._call(uid, self._asks(asked, limit, chat), asked.options, begun)
+        format = self._format(asked, self._head(uid, begun), chat)
+        return Prepared(call, format, asked.options.stream, asked.options.include_usage)
 
-        async def prepare() -> Prepared:
-            prompt = await self.prompts.chat(body.messages, body.variables)
-            limit = self.context_length()
-            budget = output_budget(options, len(prompt.ids), limit, None, "messages")
-            sampling = make_sampling(options, self.model.generation, budget, prompt_logprobs=False)
-            call = self._call(uid, [Ask(prompt, sampling, budget, options.stop)], options, begun)
-            format = ChatFormat(
-                *self._head(uid, begun),
-                tokenizer=self.model.tokenizer,
+    def _asks(self, asked: Asked, limit: int, chat: bool) -> list[Ask]:
+        options, defaults = asked.options, self.model.generation
+        prompt_logprobs = asked.echo and options.logprobs is not None
+        asks = []
+        for prompt in asked.prompts:
+            if chat:
+                budget = output_budget(options, len(prompt.ids), limit, None, "messages")
+            else:
+                budget = output_budget(options, len(prompt.ids), limit, COMPLETION_TOKENS, "prompt")
+            sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs)
+            asks.append(Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs))
+        return asks
+
+    def _format(self, asked: Asked, head: tuple[str, int, str, str], chat: bool) -> Format:
+        options, tokenizer = asked.options, self.model.tokenizer
+        if chat:
+            return ChatFormat(
+                *head,
+                tokenizer=tokenizer,
                 top=options.logprobs,
                 outputs=options.n,
                 include_usage=options.include_usage,
             )
-            return Prepared(call, format)
-
-        return Job(uid, "chat/completions", options.stream, options.include_usage, prepare)
-
-    def completion_job(self, raw: Mapping[str, Any], uid: str) -> Job:
-        """A job out of a completions body. Raises BatonError when the body is not right."""
-        self.check_model(model_of(raw))
-        body = parse_completion(raw, self.model.tokenizer.vocab_size)
-        options, begun = body.options, time.time()
-        prompt_logprobs = body.echo and options.logprobs is not None
-
-        async def prepare() -> Prepared:
-            asks = []
-            for given in body.prompts:
-                prompt = await (self.prompts.text(given) if isinstance(given, str) else self.prompts.ids(given))
-                budget = output_budget(options, len(prompt.ids), self.context_length(), COMPLETION_TOKENS, "prompt")
-                sampling = make_sampling(options, self.model.generation, budget, prompt_logprobs=prompt_logprobs)
-                asks.append(Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs))
-            echoes = [(a.prompt.text, a.prompt.ids) if body.echo else None for a in asks for _ in range(options.n)]
-            format = TextFormat(
-                *self._head(uid, begun),
-                tokenizer=self.model.tokenizer,
-                top=options.logprobs,
-                echoes=echoes,
-                include_usage=options.include_usage,
-            )
-            return Prepared(self._call(uid, asks, options, begun), format)
-
-        return Job(uid, "completions", options.stream, options.include_usage, prepare)
+        echoes = [(p.text, p.ids) if asked.echo else None for p in asked.prompts for _ in range(options.n)]
+        return TextFormat(
+            *head, tokenizer=tokenizer, top=options.logprobs, echoes=echoes, include_usage=options.include_usage
+        )
 
     def _call(self, uid: str, asks: list[Ask], options: Options, begun: float) -> Call:
         deadline = begun + self.request_timeout_s

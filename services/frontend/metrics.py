@@ -31,6 +31,8 @@ class FrontendMetrics:
             return Counter(f"baton_frontend_{name}", text, labels, registry=registry)
 
         self.requests = counter("requests", "Requests by endpoint and how they ended.", "endpoint", "outcome")
+        self.refused = counter("refused", "Requests refused before they were read, by the bound that was met.", "bound")
+        self.bodies = counter("bodies", "Bodies read, by where: a thread, or the process for large ones.", "where")
         self.routes = counter("routes", "Finished requests by the mode they ran in.", "mode")
         self.fallbacks = counter("fallbacks", "Requests that did not run as first planned, by why and how.", "reason")
         self.attempts = counter("attempts", "Attempts submitted to workers.")

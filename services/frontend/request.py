@@ -22,7 +22,7 @@ from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.inbox import Inbox
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.prompt import Prompt, PromptPool
+from services.frontend.prompt import Prompt, Prompts
 from services.frontend.route import RouterClient
 from services.frontend.session import Session
 from services.frontend.sessions import Sessions
@@ -58,7 +58,7 @@ class Backend:
     card: registry_pb2.ModelCard
     key_root: bytes
     eos_ids: tuple[int, ...]
-    prompts: PromptPool
+    prompts: Prompts
     router: RouterClient
     sessions: Sessions
     background: Background
@@ -310,7 +310,8 @@ class Generation:
         error, plan = broken.error, broken.leg.plan
         self._failures += 1
         # Strict forbids another way to run, not another pair that runs as planned.
-        unplanned = broken.handback or error.reason not in _UNREACHABLE
+        moved = error.reason is Reason.DRAINING
+        unplanned = not moved and (broken.handback or error.reason not in _UNREACHABLE)
         strict = self._backend.fallback == worker_pb2.FALLBACK_STRICT and unplanned and not resumed
         if not error.reason.retryable or strict or self._failures > MAX_FAILURES:
             raise error

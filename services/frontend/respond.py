@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from starlette.responses import Response
@@ -17,11 +18,15 @@ from starlette.types import Message, Receive, Scope, Send
 from baton.errors import BatonError, Reason
 from services.frontend.call import Call, IndexedPiece
 from services.frontend.chunks import DONE, Format
+from services.frontend.drain import Requests
 from services.frontend.errors import error_event, error_response, internal
 from services.frontend.metrics import FrontendMetrics
 
 ABORT_EXTENSION = "baton.abort"
 """ASGI extension: its `abort` drops the connection without waiting for the client to read."""
+
+LONG_TOKENS = 512
+"""A whole answer of more tokens is written in a thread."""
 
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -34,29 +39,31 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request with its prompts tokenised."""
+    """A checked request with its prompts tokenised."""
 
     call: Call
     format: Format
+    stream: bool
+    include_usage: bool
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request. `prepare` does what still takes time before a worker is asked."""
+    """A request whose body is here. `prepare` reads it; `leave` is called when all is over."""
 
     uid: str
     endpoint: str
-    stream: bool
-    include_usage: bool
     prepare: Callable[[], Awaitable[Prepared]]
+    leave: Callable[[], None]
 
 
 class CompletionResponse(Response):
     """Runs one job as an ASGI response."""
 
-    def __init__(self, job: Job, metrics: FrontendMetrics, client_stall_s: float) -> None:
+    def __init__(self, job: Job, metrics: FrontendMetrics, requests: Requests, client_stall_s: float) -> None:
         self._job = job
         self._metrics = metrics
+        self._requests = requests
         self._stall_s = client_stall_s
         self._begun = time.monotonic()
         self._headers_sent = False
@@ -75,6 +82,7 @@ class CompletionResponse(Response):
             work.cancel()
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+            self._job.leave()
             self._metrics.active.dec()
             self._metrics.duration.observe(time.monotonic() - self._begun)
 
@@ -83,16 +91,17 @@ class CompletionResponse(Response):
         failure: BatonError | None = None
         outcome = "disconnected"
         try:
-            with self._metrics.waiting.track_inprogress():
-                prepared = await self._job.prepare()
-                call = prepared.call
-                await call.start()
-                first = await call.pieces()
-            self._metrics.ttft.observe(time.monotonic() - self._begun)
-            if self._job.stream:
-                await self._stream(prepared, first, send)
-            else:
-                await self._whole(prepared, first, send)
+            async with self._requests.limited():
+                with self._metrics.waiting.track_inprogress():
+                    prepared = await self._job.prepare()
+                    call = prepared.call
+                    await call.start()
+                    first = await call.pieces()
+                self._metrics.ttft.observe(time.monotonic() - self._begun)
+                if prepared.stream:
+                    await self._stream(prepared, first, send)
+                else:
+                    await self._whole(prepared, first, send)
             outcome = "ok"
         except BatonError as error:
             failure, outcome = error, error.reason.name.lower()
@@ -118,13 +127,15 @@ class CompletionResponse(Response):
         while True:
             events: list[bytes] = []
             for index, piece, prompt_logprobs in pieces:
-                events += format.chunks(index, piece, prompt_logprobs)
+                # An echoed prompt's log probabilities are as many as it has tokens: not on the loop.
+                write = asyncio.to_thread if prompt_logprobs else _at_once
+                events += await write(format.chunks, index, piece, prompt_logprobs)
                 if piece.finish:
                     ended += 1
-                    last = ended == call.outputs and not self._job.include_usage
+                    last = ended == call.outputs and not prepared.include_usage
                     events.append(format.finish(index, piece.finish, call.story() if last else None))
             if call.finished:
-                if self._job.include_usage:
+                if prepared.include_usage:
                     events.append(format.usage(call.usage(), call.story()))
                 events.append(DONE)
             if events:
@@ -138,11 +149,14 @@ class CompletionResponse(Response):
         call, format = prepared.call, prepared.format
         while True:
             for index, piece, prompt_logprobs in pieces:
-                format.collect(index, piece, prompt_logprobs)
+                write = asyncio.to_thread if prompt_logprobs else _at_once
+                await write(format.collect, index, piece, prompt_logprobs)
             if call.finished:
                 break
             pieces = await call.pieces()
-        body = format.body(call.usage(), call.story())
+        usage = call.usage()
+        write = asyncio.to_thread if usage.completion_tokens > LONG_TOKENS else _at_once
+        body = await write(format.body, usage, call.story())
         length = str(len(body)).encode()
         await self._start(call, send, [(b"content-type", b"application/json"), (b"content-length", length)])
         await self._send(send, {"type": "http.response.body", "body": body})
@@ -162,16 +176,19 @@ class CompletionResponse(Response):
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         if error.reason is Reason.SLOW_CLIENT:
-            self._metrics.slow_clients.inc()
-            extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
-            if extension is not None:
-                extension["abort"]()
-            return
-        if not self._headers_sent:
+            self._cut_off(scope)
+        elif not self._headers_sent:
             await error_response(error)(scope, receive, send)
-            return
-        # The stream has begun: one error event and no [DONE], so nobody takes it for complete.
-        await self._send(send, {"type": "http.response.body", "body": error_event(error)})
+        else:
+            # The stream has begun: one error event and no [DONE], so nobody takes it for complete.
+            try:
+                await self._send(send, {"type": "http.response.body", "body": error_event(error)})
+            except BatonError:
+                self._cut_off(scope)
+
+    def _cut_off(self, scope: Scope) -> None:
+        self._metrics.slow_clients.inc()
+        abort_connection(scope)
 
     def _count(self, call: Call, outcome: str) -> None:
         usage, story = call.usage(), call.story()
@@ -179,6 +196,18 @@ class CompletionResponse(Response):
         self._metrics.output_tokens.inc(usage.completion_tokens)
         self._metrics.kv_bytes.inc(story["kv_bytes"])
         self._metrics.count_route(story["mode"], story["reasons"])
+
+
+def abort_connection(scope: Scope) -> None:
+    """Drop the connection at once, whatever has not been written or read."""
+    extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
+    if extension is not None:
+        extension["abort"]()
+
+
+async def _at_once(work: Callable[..., Any], *args: Any) -> Any:
+    """What `asyncio.to_thread` does, for work that is not worth a thread."""
+    return work(*args)
 
 
 async def _disconnected(receive: Receive) -> None:

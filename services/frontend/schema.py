@@ -19,6 +19,7 @@ MAX_CHOICES = 128
 MAX_OUTPUTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
 _ROLES = ("system", "developer", "user", "assistant")
 _STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -125,7 +126,7 @@ class _Fields:
             raise invalid(f"'{name}' is not supported by this server yet.", name)
 
 
-def parse_json(raw: bytes) -> dict[str, Any]:
+def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     """The request's JSON object. Raises BatonError: not JSON (NaN, lone surrogates and endless nesting included)."""
     try:
         value = orjson.loads(raw)
@@ -218,7 +219,7 @@ def _options(fields: _Fields, *, logprobs: int | None, least_tokens: int) -> Opt
         min_tokens=min_tokens,
         ignore_eos=fields.boolean("ignore_eos"),
         stop=_stop(fields.raw.get("stop")),
-        stop_token_ids=fields.token_ids("stop_token_ids"),
+        stop_token_ids=_stop_ids(fields),
         logprobs=logprobs,
     )
 
@@ -230,6 +231,13 @@ def _stop(value: Any) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid(f"'stop' takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters.", "stop")
     return tuple(dict.fromkeys(stops))
+
+
+def _stop_ids(fields: _Fields) -> tuple[int, ...]:
+    ids = fields.token_ids("stop_token_ids")
+    if len(ids) > MAX_STOP_IDS:
+        raise invalid(f"'stop_token_ids' takes up to {MAX_STOP_IDS} ids.", "stop_token_ids")
+    return ids
 
 
 def _logit_bias(fields: _Fields) -> dict[int, float]:

@@ -22,4 +22,10 @@ class FrontendSettings(ServiceSettings):
         30.0, ge=0, description="how long an output that has begun waits for a worker that can go on with it"
     )
     client_stall_s: float = Field(30.0, gt=0, description="a client that reads nothing for so long is cut off")
+    linger_s: float = Field(
+        3.0,
+        ge=0,
+        description="Seconds after SIGTERM, within drain-s, that connections are accepted: balancers need them",
+    )
+    max_requests: int = Field(1024, gt=0, description="requests under way at once; more are refused with 429")
     max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused")

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import secrets
-import signal
 import sys
 import time
+from functools import partial
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
-from baton.observe.logs import setup_logs
 from baton.observe.metrics import MetricsServer
-from baton.registry import Registry, machine_id
+from baton.process import ANNOUNCE_S, Process, run_process
+from baton.registry import Registration, machine_id
 from baton.rpc.server import RpcServer
-from baton.rpc.tasks import Background
 from baton.transfer.port import Peer, Transport
 from baton.transfer.transports import Transports, available
 from baton.v1 import kvstore_pb2_grpc, registry_pb2
@@ -31,101 +27,86 @@ from services.kvstore.offers import Offers
 from services.kvstore.service import KvStoreService
 from services.kvstore.settings import KvStoreSettings
 
-GRACE_S = 8.0
 QUARANTINE_CAP = 0.25
 """Above this share of slots waiting for late reads the process ends: the next one has a new epoch and all slots."""
 CHECK_S = 1.0
+FLUSH_S = 1.0
 
 _log = structlog.get_logger()
 
 
 def main() -> None:
-    """Be a store until SIGTERM. Ends through `os._exit`: a transport's own teardown may crash."""
+    """Be a store until SIGTERM."""
     settings = KvStoreSettings.parse(sys.argv[1:])
-    id = settings.id or f"kvstore-{secrets.token_hex(3)}"
-    setup_logs("kvstore", id, settings.log_level, settings.log_json)
-    code = 1
-    try:
-        code = asyncio.run(run(settings, id))
-    except BatonError as error:
-        _log.error("store ends", reason=error.reason.name, message=error.message)
-    except BaseException:
-        _log.exception("store ends")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    run_process("kvstore", settings, lambda process: _serve(process, settings))
 
 
-async def run(settings: KvStoreSettings, id: str) -> int:
-    """Serve until told to stop; the exit code."""
-    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(
-            number, lambda: os._exit(1) if stop.done() else stop.set_result(0)
-        )
-    epoch, collector, background = secrets.randbits(64) | 1, CollectorRegistry(), Background(id)
+async def _serve(process: Process, settings: KvStoreSettings) -> None:
+    background, registry = process.background, process.registry
     arena = Arena.create(int(settings.capacity_gib * 2**30), "baton-kvstore")
     transports = Transports(_transports(settings))
-    await transports.start(arena, id, epoch)
-    host = HostTier(arena, id, epoch, Watermarks(settings.high_watermark, settings.low_watermark))
-    events = Events(host.keys)
-    service_metrics = KvStoreMetrics(collector)
-    offers = Offers(host, transports, events, background, service_metrics)
-    peer = Peer(id, epoch, arena.size, transports.metadata())
-    service = KvStoreService(peer, machine_id(), host, transports, offers, events, background, service_metrics)
+    process.closing(transports.close)
+    await transports.start(arena, process.id, process.epoch)
+    host = HostTier(arena, process.id, process.epoch, Watermarks(settings.high_watermark, settings.low_watermark))
+    events, metrics = Events(host.keys), KvStoreMetrics(process.collectors)
+    offers = Offers(host, transports, events, background, metrics)
+    peer = Peer(process.id, process.epoch, arena.size, transports.metadata())
+    service = KvStoreService(peer, machine_id(), host, transports, offers, events, background, metrics)
+    figures = MetricsServer(settings.host, settings.metrics_port, process.collectors)
+    process.closing(figures.close)
     server = RpcServer(settings.host, settings.port)
     server.add(kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server, service, "baton.v1.KvStoreService")
-    metrics = MetricsServer(settings.host, settings.metrics_port, collector)
-    registry = Registry(settings.etcd_endpoints, settings.cluster, background)
-    try:
-        address = f"{settings.host}:{await server.start()}"
-        await metrics.start()
-        await registry.start()
-        message = registry_pb2.KvStore(
-            id=id,
-            epoch=epoch,
-            address=address,
-            metrics_url=metrics.url,
-            host=machine_id(),
-            capacity_bytes=arena.size,
-            started=time.time(),
-            pid=os.getpid(),
-        )
-        registration = await registry.register("kvstores", id, message)
+    process.closing(partial(server.stop, 0))
 
-        async def tell_shape() -> None:
-            """The first offer fixes the layout, a clear frees it: the registration says which."""
-            while True:
-                await host.shape_changed.wait()
-                host.shape_changed.clear()
-                message.fingerprint = host.shape.fingerprint if host.shape else ""
-                await registration.update(message)
+    address = f"{settings.host}:{await server.start()}"
+    await figures.start()
+    await registry.start()
+    message = _registration(process, address, figures.url, arena.size)
+    registration = await registry.register("kvstores", process.id, message)
+    background.spawn(_tell_shape(host, registration, message), "tell shape")
+    background.spawn(_watch_quarantine(host, process), "watch quarantine")
+    await server.set_serving(True)
+    process.ready(address, figures.url)
 
-        async def watch_quarantine() -> None:
-            while True:
-                await asyncio.sleep(CHECK_S)
-                if host.quarantined > QUARANTINE_CAP * max(1, host.slots) and not stop.done():
-                    _log.error("late reads hold too many slots: starting over", slots=host.quarantined)
-                    stop.set_result(1)
+    code = await process.stopped()
+    await server.set_serving(False)
+    await registration.withdraw()
+    if code == 0:
+        await asyncio.sleep(ANNOUNCE_S)
+        await service.drain(settings.drain_s - ANNOUNCE_S)
+    service.close()
+    await server.stop(FLUSH_S)
 
-        background.spawn(tell_shape(), "tell shape")
-        background.spawn(watch_quarantine(), "watch quarantine")
-        await server.set_serving(True)
-        print(
-            json.dumps({"ready": True, "id": id, "address": address, "metrics": metrics.url, "pid": os.getpid()}),
-            flush=True,
-        )
-        return await stop
-    finally:
-        await server.set_serving(False)
-        async with asyncio.timeout(GRACE_S):
-            await registry.close()
-            service.close()
-            await server.stop(1.0)
-            await background.close()
-            await metrics.close()
-            await transports.close()
+
+async def _tell_shape(host: HostTier, registration: Registration, message: registry_pb2.KvStore) -> None:
+    """The first offer fixes the layout, a clear frees it: the registration says which."""
+    while True:
+        await host.shape_changed.wait()
+        host.shape_changed.clear()
+        message.fingerprint = host.shape.fingerprint if host.shape else ""
+        await registration.update(message)
+
+
+async def _watch_quarantine(host: HostTier, process: Process) -> None:
+    while True:
+        await asyncio.sleep(CHECK_S)
+        if host.quarantined > QUARANTINE_CAP * max(1, host.slots):
+            _log.error("late reads hold too many slots: starting over", slots=host.quarantined)
+            process.end(1)
+            return
+
+
+def _registration(process: Process, address: str, metrics_url: str, capacity: int) -> registry_pb2.KvStore:
+    return registry_pb2.KvStore(
+        id=process.id,
+        epoch=process.epoch,
+        address=address,
+        metrics_url=metrics_url,
+        host=machine_id(),
+        capacity_bytes=capacity,
+        started=time.time(),
+        pid=os.getpid(),
+    )
 
 
 def _transports(settings: KvStoreSettings) -> list[Transport]:

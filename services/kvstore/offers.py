@@ -60,12 +60,18 @@ class Offers:
         self._reading = asyncio.Semaphore(at_once)
         self._limit = at_once + waiting
         self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._coming: set[bytes] = set()
 
     @property
     def open(self) -> int:
         """Offers that wait or read now."""
         return self._open
+
+    async def idle(self) -> None:
+        """Wait until no offer is open."""
+        await self._idle.wait()
 
     async def take(self, peer: Peer, handles: Sequence[Handle], deadline_s: float) -> Outcome:
         """Store what can be stored of `handles`, all `peer`'s, within `deadline_s`.
@@ -78,6 +84,7 @@ class Offers:
             raise BatonError(Reason.NO_CAPACITY, f"{self._open} offers are open already")
         done = asyncio.get_running_loop().create_future()
         self._open += 1
+        self._idle.clear()
         self._background.spawn(self._run(peer, handles, deadline, done), f"offer of {peer.owner}")
         outcome: Outcome = await done
         return outcome
@@ -101,6 +108,8 @@ class Offers:
             raise
         finally:
             self._open -= 1
+            if not self._open:
+                self._idle.set()
             done.cancel()
 
     async def _store(self, peer: Peer, handles: Sequence[Handle], deadline: float) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from contextlib import aclosing
@@ -51,7 +52,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._events = events
         self._background = background
         self._metrics = metrics
+        self._draining = False
         self._lookups = 0
+        self._no_lookups = asyncio.Event()
+        self._no_lookups.set()
         self._hits = 0
         self._misses = 0
         self._evicted: Counter[str] = Counter()
@@ -66,10 +70,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         context: grpc.aio.ServicerContext[kvstore_pb2.LookupRequest, kvstore_pb2.LookupReply],
     ) -> None:
         """One reply with the pinned handles; then the call is held until the caller ends it. A miss ends at once."""
+        self._check_serving()
         if self._lookups >= MAX_LOOKUPS:
             raise BatonError(Reason.NO_CAPACITY, f"{self._lookups} look-ups are held")
         pinned = self._host.pin(request.keys, request.fingerprint)
         self._lookups += 1
+        self._no_lookups.clear()
         try:
             self._count_lookup(len(pinned), len(request.keys))
             with self._transports.lease():
@@ -79,10 +85,13 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                     await self._closing.wait()
         finally:
             self._lookups -= 1
+            if not self._lookups:
+                self._no_lookups.set()
             self._host.unpin(pinned)
 
     async def Offer(self, request: kvstore_pb2.OfferRequest, context: object) -> kvstore_pb2.OfferReply:
         """READ what is offered. Answers when the caller's blocks are no longer needed."""
+        self._check_serving()
         outcome = await self._offers.take(
             peer_from_pb(request.peer), [handle_from_pb(h) for h in request.handles], request.deadline_s
         )
@@ -163,9 +172,21 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._gone("capacity", len(keys))
         self._events.publish(Change(removed=tuple(keys)))
 
+    async def drain(self, within_s: float) -> None:
+        """Take nothing new and wait until no look-up is held and no offer open, at most `within_s`."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, within_s)):
+                await self._no_lookups.wait()
+                await self._offers.idle()
+
     def close(self) -> None:
         """End every held look-up."""
         self._closing.set()
+
+    def _check_serving(self) -> None:
+        if self._draining:
+            raise BatonError(Reason.DRAINING, f"{self._peer.owner} is draining")
 
     async def _stay_warm(self) -> None:
         with self._transports.lease():

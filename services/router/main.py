@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import secrets
-import signal
 import sys
 import time
+from functools import partial
 
 import structlog
-from prometheus_client import CollectorRegistry
 
-from baton.errors import BatonError
-from baton.observe.logs import setup_logs
 from baton.observe.metrics import MetricsServer
-from baton.registry import Registry
+from baton.process import ANNOUNCE_S, Process, run_process
 from baton.rpc.server import RpcServer
-from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2_grpc
 from services.router.costs import Parameters
 from services.router.index import PrefixIndex
@@ -33,7 +27,6 @@ from services.router.workers import Workers
 
 SYNC_S = 3.0
 """How long to wait for the registry before saying ready: a route before that would find nobody."""
-GRACE_S = 8.0
 
 _log = structlog.get_logger()
 
@@ -41,63 +34,45 @@ _log = structlog.get_logger()
 def main() -> None:
     """Be a router until SIGTERM."""
     settings = RouterSettings.parse(sys.argv[1:])
-    id = settings.id or f"router-{secrets.token_hex(3)}"
-    setup_logs("router", id, settings.log_level, settings.log_json)
-    try:
-        sys.exit(asyncio.run(run(settings, id)))
-    except BatonError as error:
-        _log.error("router ends", reason=error.reason.name, message=error.message)
-        sys.exit(1)
+    run_process("router", settings, lambda process: _serve(process, settings))
 
 
-async def run(settings: RouterSettings, id: str) -> int:
-    """Serve until told to stop; the exit code."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: os._exit(1) if stop.is_set() else stop.set())
-    background, collector = Background(id), CollectorRegistry()
-    registry = Registry(settings.etcd_endpoints, settings.cluster, background)
+async def _serve(process: Process, settings: RouterSettings) -> None:
+    registry = process.registry
     index, reservations, rates, shares = PrefixIndex(settings.max_index_keys), Reservations(), Rates(), PrefillShare()
     speculation = Speculation(index)
-    workers = Workers(background, index, reservations, rates, shares, Quarantine(), speculation)
-    parameters = Parameters(stall_weight=settings.stall_weight)
-    service = RouterService(
-        workers, index, speculation, reservations, rates, shares, parameters, registry, RouterMetrics(collector)
-    )
+    workers = Workers(process.background, index, reservations, rates, shares, Quarantine(), speculation)
+    parameters, metrics = Parameters(stall_weight=settings.stall_weight), RouterMetrics(process.collectors)
+    service = RouterService(workers, index, speculation, reservations, rates, shares, parameters, registry, metrics)
     server = RpcServer(settings.host, settings.port)
     server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, service, "baton.v1.RouterService")
-    metrics = MetricsServer(settings.host, settings.metrics_port, collector)
-    try:
-        address = f"{settings.host}:{await server.start()}"
-        await metrics.start()
-        await registry.start()
-        view = registry.view("workers", registry_pb2.Worker, confirm=workers.answers)
-        workers.follow(view, registry.view("models", registry_pb2.ModelCard))
-        if not await view.synced(SYNC_S):
-            _log.warning("ready without the registry: no worker is known yet")
-        await registry.register("routers", id, _registration(id, address, metrics.url))
-        await server.set_serving(True)
-        print(
-            json.dumps({"ready": True, "id": id, "address": address, "metrics": metrics.url, "pid": os.getpid()}),
-            flush=True,
-        )
-        await stop.wait()
-        return 0
-    finally:
-        await server.set_serving(False)
-        async with asyncio.timeout(GRACE_S):
-            # The registration goes first, so that nobody comes any more; calls that are here are answered.
-            await registry.close()
-            await server.stop(1.0)
-            workers.close()
-            await background.close()
-            await metrics.close()
+    process.closing(partial(server.stop, 0))
+    figures = MetricsServer(settings.host, settings.metrics_port, process.collectors)
+    process.closing(figures.close)
+
+    address = f"{settings.host}:{await server.start()}"
+    await figures.start()
+    await registry.start()
+    view = registry.view("workers", registry_pb2.Worker, confirm=workers.answers)
+    workers.follow(view, registry.view("models", registry_pb2.ModelCard))
+    if not await view.synced(SYNC_S):
+        _log.warning("ready without the registry: no worker is known yet")
+    registration = await registry.register("routers", process.id, _registration(process, address, figures.url))
+    await server.set_serving(True)
+    process.ready(address, figures.url)
+
+    await process.stopped()
+    await server.set_serving(False)
+    await registration.withdraw()  # nobody comes any more; who has not heard yet is answered
+    await asyncio.sleep(ANNOUNCE_S)
+    await server.stop(settings.drain_s)
+    workers.close()
 
 
-def _registration(id: str, address: str, metrics_url: str) -> registry_pb2.Router:
+def _registration(process: Process, address: str, metrics_url: str) -> registry_pb2.Router:
     return registry_pb2.Router(
-        id=id,
-        epoch=secrets.randbits(64) | 1,
+        id=process.id,
+        epoch=process.epoch,
         address=address,
         metrics_url=metrics_url,
         started=time.time(),

@@ -1,6 +1,7 @@
 """The whole of Baton as real processes, for tests: started, broken, mended and ended by name.
 
-Names: etcd, router, kvstore, prefill-1..., decode-1..., merged-1..., and the frontends as they are asked for.
+Names: etcd, router (router-2...), kvstore, prefill-1..., decode-1..., merged-1..., and the frontends as they are asked
+for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ HANG_S = 120.0
 CLEAN_S = 10.0
 """Within this everything that a request held is free again, on whatever machine runs the tests."""
 LEAVE_S = 20.0
+LINGER: dict[str, object] = {"port": 0, "linger_s": 0.5}
+"""No balancer watches the frontends of a test."""
 _STUBS = {
     "router": router_pb2_grpc.RouterServiceStub,
     "kvstore": kvstore_pb2_grpc.KvStoreServiceStub,
@@ -39,7 +42,8 @@ WORKERS = ("prefill", "decode", "merged")
 
 
 class Stack:
-    """One run. `frontends` maps names to their --fallback; `workers` are flags for every worker."""
+    """One run. `frontends` maps names to their --fallback, `http` are flags for every frontend, `workers` for every
+    worker."""
 
     def __init__(
         self,
@@ -49,10 +53,11 @@ class Stack:
         prefill: int = 1,
         decode: int = 1,
         merged: int = 1,
+        routers: int = 1,
         kvstore: bool = True,
         dtype: str = "float32",
         frontends: Mapping[str, str] | None = None,
-        resume_patience_s: float = 30.0,
+        http: Mapping[str, object] | None = None,
         **workers: object,
     ) -> None:
         self.directory = directory
@@ -61,7 +66,8 @@ class Stack:
         self.processes: dict[str, WorkerProcess] = {}
         shared: dict[str, object] = {"etcd": self.etcd.address}
         served: dict[str, object] = {**shared, "model": model, "served_name": SERVED}
-        self._plan: dict[str, tuple[str, dict[str, object]]] = {"router": ("router", shared)}
+        names = ["router", *(f"router-{n}" for n in range(2, routers + 1))]
+        self._plan: dict[str, tuple[str, dict[str, object]]] = dict.fromkeys(names, ("router", shared))
         if kvstore:
             self._plan["kvstore"] = ("kvstore", {**shared, "capacity_gib": 0.1})
         for role, count in (("prefill", prefill), ("decode", decode), ("merged", merged)):
@@ -69,10 +75,7 @@ class Stack:
                 flags = {**served, "dtype": dtype, "pool_gib": 0.5, **workers}
                 self._plan[f"{role}-{n}"] = (role, flags)
         for name, fallback in (frontends or {"frontend": "auto"}).items():
-            self._plan[name] = (
-                "frontend",
-                {**served, "port": 0, "fallback": fallback, "resume_patience_s": resume_patience_s},
-            )
+            self._plan[name] = ("frontend", {**served, "fallback": fallback, **LINGER, **(http or {})})
 
     # ---- life
 
@@ -194,16 +197,18 @@ class Stack:
         assert (reply.status_code == 200) == (not missing) == reply.json()["ready"]
         return missing
 
-    def states(self) -> dict[str, str]:
-        """The router's word on every worker."""
-        with self._stub("router") as router:
-            reply = router.View(router_pb2.ViewRequest(), timeout=HANG_S)
+    def states(self, router: str = "router") -> dict[str, str]:
+        """A router's word on every worker."""
+        with self._stub(router) as stub:
+            reply = stub.View(router_pb2.ViewRequest(), timeout=HANG_S)
         return {view.worker.id: view.state for view in reply.workers}
 
     def wait_usable(self) -> None:
-        """Wait until the router has every worker in service and every frontend a session with every streaming one."""
+        """Wait until each router has every worker in service and every frontend a session with every streaming one."""
         everyone = self.workers()
-        until(lambda: all(self.states().get(name) == "serving" for name in everyone), self.states)
+        for name, (role, _) in self._plan.items():
+            if role == "router":
+                until(lambda name=name: all(self.states(name).get(w) == "serving" for w in everyone), self.states)
         streaming = len(self.workers("decode", "merged"))
         for name, (role, _) in self._plan.items():
             if role == "frontend":

@@ -252,7 +252,10 @@ def test_etcd_gone_for_longer_than_the_leases_fails_no_request(
 
 def test_drain(stack: tuple[Cli, dict[str, Any]]) -> None:
     cli, running = stack
-    assert cli.json("drain", "prefill-1", "--deadline", "5") == {"worker": "prefill-1", "remaining": 0}
+    for name in ("prefill-1", "router"):
+        assert cli.json("drain", name, "--deadline", "5") == {"process": name, "remaining": 0}
+    states = {row["name"]: row["state"] for row in cli.json("status", code=1)["processes"]}
+    assert {name for name, state in states.items() if state != "running"} == {"prefill-1", "router"}
     answer = complete(running["url"])
     assert answer.status_code == 200
     assert not answer.headers["x-baton-route"].startswith("disaggregated")

@@ -244,6 +244,32 @@ async def test_a_caller_that_leaves_does_not_leak(store: Client, peers: list[KvP
     assert reply.stored + reply.known == 10
 
 
+async def test_a_store_that_leaves_waits_for_what_is_held(
+    peers: list[KvPeer], tmp_path: Path, etcd_address: str
+) -> None:
+    with start_store(tmp_path, etcd_address, "kvstore-leaves", drain_s=HANG_S) as process:
+        client = Client(process.address)
+        writer = start_peer(peers, tmp_path, "writer", "tcp")
+        await client.offer(writer.peer, writer.seal(keys(2), FINGERPRINT))
+        async with client.lookup(keys(2)) as held:
+            process.process.terminate()
+            end = time.monotonic() + HANG_S
+            refused: grpc.aio.AioRpcError | None = None
+            while refused is None:
+                assert time.monotonic() < end
+                try:
+                    async with client.lookup(keys(2)) as found:
+                        assert len(found.handles) == 2
+                except grpc.aio.AioRpcError as error:
+                    refused = error
+            assert ("baton-reason", "DRAINING") in tuple(refused.trailing_metadata() or ())
+            assert process.process.poll() is None
+            reader = start_peer(peers, tmp_path, "reader", "tcp")
+            assert await reader.read(held.peer, list(held.handles)) == ["ok"] * 2
+        await client.channel.close()
+        assert await asyncio.to_thread(process.process.wait, HANG_S) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

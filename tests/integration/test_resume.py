@@ -34,7 +34,7 @@ def module_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("resume")
     model = make_tiny_model(directory / "tiny", layers=12, hidden=256)
     flags = {"kvstore": False, "pool_gib": 0.1, "chunk_tokens": 64}
-    run = Stack(directory, model, prefill=1, decode=2, merged=2, resume_patience_s=4.0, **flags).start()
+    run = Stack(directory, model, prefill=1, decode=2, merged=2, http={"resume_patience_s": 4.0}, **flags).start()
     yield run
     run.heal()
     run.teardown()

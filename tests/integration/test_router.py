@@ -314,6 +314,18 @@ async def test_a_second_router_learns_the_same_and_leaves_cleanly(
         first_view, second_view = await router.view(), await second.view()
         assert [w.worker for w in first_view.workers] == [w.worker for w in second_view.workers]
         assert first_view.indexed_keys == second_view.indexed_keys
-        await second.channel.close()
         process.process.terminate()
-        assert process.process.wait(HANG_S) == 0
+        answered = 0
+
+        async def ask_on() -> None:
+            nonlocal answered
+            while (await second.explain()).HasField("plan"):
+                answered += 1
+
+        with pytest.raises(grpc.aio.AioRpcError) as gone:
+            await ask_on()
+        # Who asks until the end is refused, not failed. CANCELLED: gRPC had the call when it stopped taking calls.
+        assert gone.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert answered
+        await second.channel.close()
+        assert await asyncio.to_thread(process.process.wait, HANG_S) == 0

@@ -66,12 +66,14 @@ class EngineProcess:
         self._kv = KvPool(self._arena.buffer, config, dtype, BLOCK_SIZE)
         self._model = Model(config, load_weights(Path(options.model), config, dtype), self._kv)
         self._pool = BlockPool(self._kv.slots)
+        # One block is decode room: a longer request could be taken in and never be finished.
+        max_context = min(config.max_context, (len(self._pool) - 1) * BLOCK_SIZE)
         limits = Limits(
             block_size=BLOCK_SIZE,
             chunk_tokens=options.chunk_tokens,
             max_streams=options.max_streams,
             max_jobs=options.max_streams * JOBS_PER_STREAM,
-            max_context=config.max_context,
+            max_context=max_context,
             vocab_size=config.vocab,
             eos_token_ids=config.eos_token_ids,
         )
@@ -94,7 +96,7 @@ class EngineProcess:
             name="torch",
             fingerprint=layout,
             block_size=BLOCK_SIZE,
-            max_context=config.max_context,
+            max_context=max_context,
             max_streams=options.max_streams,
             pool_blocks=len(self._pool),
             vocab_size=config.vocab,

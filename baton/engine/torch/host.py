@@ -40,6 +40,8 @@ from baton.kv.keys import block_keys, chain
 START_S = 300.0
 """Reading the weights of a large model from a slow disk."""
 MAX_CACHE_EVENTS = 1024
+MAX_STEPS = 1024
+"""Steps that may wait for the worker; then the engine's messages are left in its socket, and it computes no further."""
 
 _log = structlog.get_logger()
 
@@ -76,7 +78,7 @@ class TorchEngine(Engine):
         self._late: LateReads | None = None
         self._cached_keys: dict[bytes, None] = {}
         self._cache_events: asyncio.Queue[CacheEvent | None] = asyncio.Queue(MAX_CACHE_EVENTS)
-        self._steps: asyncio.Queue[list[TokenEvent] | BatonError] = asyncio.Queue()
+        self._steps: asyncio.Queue[list[TokenEvent] | BatonError] = asyncio.Queue(MAX_STEPS)
 
     @property
     def link(self) -> Link:
@@ -135,9 +137,9 @@ class TorchEngine(Engine):
 
     # ---- what the child says
 
-    def _take(self, message: m.ToWorker) -> None:
+    async def _take(self, message: m.ToWorker) -> None:
         if isinstance(message, m.Step):
-            self._steps.put_nowait([token_event(token) for token in message.tokens])
+            await self._steps.put([token_event(token) for token in message.tokens])
         elif isinstance(message, m.CacheChange):
             for key in message.stored:
                 self._cached_keys[key] = None
@@ -155,6 +157,8 @@ class TorchEngine(Engine):
             self._cache_events.put_nowait(CacheEvent(tuple(self._cached_keys), cleared=True))
 
     def _died(self, error: BatonError) -> None:
+        if self._steps.full():
+            self._steps.get_nowait()  # its requests end with the engine
         self._steps.put_nowait(error)
         if self._cache_events.full():
             self._cache_events.get_nowait()

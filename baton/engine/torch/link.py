@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -44,14 +44,19 @@ class Link:
         """Of the engine process."""
         return self._process.pid
 
-    def run(self, take: Callable[[m.ToWorker], None], died: Callable[[BatonError], None]) -> None:
-        """Receive from now on: `take` gets what belongs to no job, `died` the end, once."""
+    def run(self, take: Callable[[m.ToWorker], Awaitable[None]], died: Callable[[BatonError], None]) -> None:
+        """Receive from now on: `take` gets what belongs to no job, `died` the end, once.
+
+        While `take` waits nothing more is received: the engine is held back.
+        """
         self._task = asyncio.create_task(self._run(take, died), name="engine link")
 
-    async def _run(self, take: Callable[[m.ToWorker], None], died: Callable[[BatonError], None]) -> None:
+    async def _run(self, take: Callable[[m.ToWorker], Awaitable[None]], died: Callable[[BatonError], None]) -> None:
         try:
             while True:
-                self._dispatch(await self.receive(), take)
+                message = await self.receive()
+                if not self._answers(message):
+                    await take(message)
         except BatonError as error:
             self.fail(self._error or error)
         except Exception as error:
@@ -60,7 +65,8 @@ class Link:
         finally:
             died(self._error or BatonError(Reason.ENGINE_FAILED, "the engine was closed"))
 
-    def _dispatch(self, message: m.ToWorker, take: Callable[[m.ToWorker], None]) -> None:
+    def _answers(self, message: m.ToWorker) -> bool:
+        """Give a call or a job what belongs to it; whether it did belong to one."""
         if isinstance(message, _Answer):
             number = message.call if isinstance(message, m.Answer | m.Swapped) else message.job
             call = self._calls.pop(number, None)
@@ -71,7 +77,8 @@ class Link:
             if inbox is not None:
                 inbox.put_nowait(message)  # bounded by the prompt's blocks
         else:
-            take(message)
+            return False
+        return True
 
     async def receive(self) -> m.ToWorker:
         """The next message. Raises BatonError(ENGINE_FAILED) when the process is gone."""

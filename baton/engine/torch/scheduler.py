@@ -1,7 +1,8 @@
 """Continuous batching: what each step computes, and what follows from it.
 
-A step mixes one token of every running sequence with chunks of prompts, oldest first, up to `chunk_tokens`. When the
-pool runs out in mid-decode the youngest sequence gives its blocks up and is computed again later; its tokens are kept.
+A step mixes one token of every running sequence (at most `max_streams`) with chunks of prompts, oldest first, up to
+`chunk_tokens`. When the pool runs out in mid-decode the youngest sequence gives its blocks up and is computed again
+later; its tokens are kept, and no new request gets the blocks that it waits for.
 
 Every method is called under the engine's lock, except that the forward pass between `plan` and `apply` runs without
 it: jobs released meanwhile keep their blocks until `apply`.
@@ -10,6 +11,7 @@ it: jobs released meanwhile keep their blocks until `apply`.
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import Counter, abc
 
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, TokenEvent
@@ -97,8 +99,12 @@ class Scheduler:
         if request.sampling.prompt_logprobs is None:
             hits = self._sound(self.pool.match(keys[: (len(prompt) - 1) // size]))
         self.pool.hold(hits)
+        needed = self._blocks(len(prompt)) - len(hits) + decode_room
         try:
-            fresh = self.pool.take(self._blocks(len(prompt)) - len(hits) + decode_room)
+            # Who was preempted is older: it must not wait for ever because the young take every block that is freed.
+            if self._owed and needed + self._owed > self.pool.available:
+                raise PoolFull(f"{needed} blocks wanted, and {self._owed} of {self.pool.available} are promised")
+            fresh = self.pool.take(needed)
         except PoolFull as full:
             self.pool.drop(reversed(hits))
             raise BatonError(Reason.NO_CAPACITY, str(full)) from full
@@ -114,6 +120,11 @@ class Scheduler:
         self.prompt_tokens += len(prompt)
         self.cached_prompt_tokens += job.hit_tokens
         return job
+
+    @property
+    def _owed(self) -> int:
+        """Blocks that waiting sequences lack."""
+        return sum(max(0, self._blocks(len(s.tokens)) - len(s.slots)) for s in self._waiting)
 
     def commit(self, job: Job, tokens: int) -> None:
         """The first `tokens` of the prompt have verified KV: full blocks become prefix hits for others."""
@@ -200,7 +211,11 @@ class Scheduler:
         primary = job.primary
         if primary.computed == len(job.prompt) and not job.first:
             self._reopen_last(primary)
-        self._waiting.append(primary)
+        self._wait(primary)
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Into the line, which is by age."""
+        insort(self._waiting, sequence, key=lambda s: s.job.order)
 
     def _reopen_last(self, primary: Sequence) -> None:
         """Its last token must be computed again, for its logits: into a block of our own, for sealed ones stay."""
@@ -221,7 +236,7 @@ class Scheduler:
         self._expire(outcome)
         work = [Work(s, 1, "last") for s in self._decodable(outcome)]
         budget = self.limits.chunk_tokens
-        slots = self.limits.max_streams - len(self._running)
+        slots = self._room
         blocked = False
         for sequence in list(self._waiting):
             if budget <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
@@ -236,6 +251,11 @@ class Scheduler:
             work.append(Work(sequence, count, self._logits(sequence, count)))
         self._in_step = {w.sequence.job for w in work}
         return work
+
+    @property
+    def _room(self) -> int:
+        """How many sequences may join those that run."""
+        return self.limits.max_streams - len(self._running)
 
     def _logits(self, sequence: Sequence, count: int) -> Logits:
         job = sequence.job
@@ -292,7 +312,7 @@ class Scheduler:
         self._running.remove(sequence)
         self.pool.drop(reversed(sequence.slots))
         sequence.slots, sequence.computed, sequence.sealed = [], 0, 0
-        self._waiting.insert(0, sequence)
+        self._wait(sequence)
         self.preemptions += 1
 
     def _has_blocks(self, sequence: Sequence) -> bool:
@@ -415,7 +435,10 @@ class Scheduler:
         self._fork(job)
 
     def _fork(self, job: Job) -> None:
-        """One sequence for each unfinished choice: full blocks shared, the tail copied for all but one."""
+        """One sequence for each unfinished choice: full blocks shared, the tail copied for all but one.
+
+        Choices over `max_streams` wait, with their blocks, for one that ends.
+        """
         primary, size = job.primary, self.limits.block_size
         if primary in self._waiting:
             self._waiting.remove(primary)
@@ -443,8 +466,11 @@ class Scheduler:
             job.sequences = [primary]
             self._forget(job)
             return
-        self._running += [s for s in sequences if s.slots]
-        self._waiting[:0] = [s for s in sequences if not s.slots]
+        for sequence in sequences:
+            if sequence.slots and self._room > 0:
+                self._running.append(sequence)
+            else:
+                self._wait(sequence)
 
     def _own_copy(self, primary: Sequence, block: int) -> None:
         """Replace a sealed block by an open copy. Raises BatonError(NO_CAPACITY) when there is no slot for it."""
@@ -476,7 +502,7 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, token: Drawn, outcome: Outcome) -> None:
         """A drawn token of one choice: tell it, and go on or end."""
-        if sequence in self._waiting:
+        if sequence in self._waiting and self._room > 0:
             self._waiting.remove(sequence)
             self._running.append(sequence)
         sequence.tokens.append(token.token_id)

@@ -162,15 +162,8 @@ class Injector:
         await self._usable([name])
 
     async def _usable(self, names: list[str]) -> None:
-        """Wait until the routers that run have these workers in service again."""
+        """Wait until the routers have these workers in service again."""
         workers = [name for name in names if name in self._stack.workers()]
-
-        def in_service() -> bool:
-            try:
-                states = self._stack.states()
-            except Exception:  # a router is being killed
-                return False
-            return all(states.get(name) == "serving" for name in workers)
-
-        if workers:
-            await asyncio.to_thread(until, in_service, lambda: f"{names}: {self._stack.states()}")
+        await asyncio.to_thread(
+            until, lambda: all(map(self._stack.in_service, workers)), lambda: f"{names} are not back"
+        )

@@ -98,7 +98,6 @@ class FaultStack(Stack):
         directory: Path,
         model: Path,
         *,
-        routers: int = 1,
         frontends: int = 1,
         etcds: int = 1,
         link: Link | None = None,
@@ -111,8 +110,6 @@ class FaultStack(Stack):
         self.etcd = EtcdMembers(directory, etcds, host)  # type: ignore[assignment]
         self._link = link
         self.far = list(far)
-        for n in range(2, routers + 1):
-            self._plan[f"router-{n}"] = self._plan["router"]
         for name, (role, flags) in list(self._plan.items()):
             own = link.far if link is not None and name in self.far else host
             changed = {**flags, "etcd": self.etcd.address, "host": own, "port": free_port()}
@@ -132,18 +129,14 @@ class FaultStack(Stack):
         self.processes[name] = WorkerProcess(role, name, self.directory, self.mark, prefix, **flags)
         return self.processes[name]
 
-    def states(self) -> dict[str, str]:
-        """The word of the routers that run: a worker is `serving` when all say so."""
-        routers = [name for name in self.of_role("router") if self.runs(name) and self.processes[name].address]
-        views = [self._view(name) for name in routers]
-        ids = {id for view in views for id in view}
-        return {id: next((v.get(id, "unknown") for v in views if v.get(id) != "serving"), "serving") for id in ids}
-
-    def _view(self, router: str) -> dict[str, str]:
-        options = [("grpc.enable_http_proxy", 0)]
-        with grpc.insecure_channel(self.processes[router].address, options=options) as channel:
-            reply = router_pb2_grpc.RouterServiceStub(channel).View(router_pb2.ViewRequest(), timeout=5)
-        return {view.worker.id: view.state for view in reply.workers}
+    def in_service(self, name: str) -> bool:
+        """Whether every router that answers says that the worker is serving."""
+        said = []
+        for router in self.of_role("router"):
+            if self.runs(router) and self.processes[router].address:
+                with contextlib.suppress(grpc.RpcError):
+                    said.append(self.states(router).get(name))
+        return bool(said) and all(state == "serving" for state in said)
 
     def prefill_rate(self) -> float:
         """Prompt tokens a second that the slowest streaming worker said it computes."""

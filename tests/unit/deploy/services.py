@@ -7,6 +7,7 @@ import inspect
 from pathlib import Path
 
 from baton.config import ServiceSettings
+from baton.process import CLOSE_S, LEAVE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVICES = ("frontend", "router", "prefill", "decode", "merged", "kvstore")
@@ -48,3 +49,9 @@ def accepts(service: str, environment: dict[str, str]) -> bool:
     for name, value in values.items():
         settings.__pydantic_validator__.validate_assignment(settings.model_construct(), name, value)
     return True
+
+
+def leaves_within_s(service: str, environment: dict[str, str]) -> float:
+    """The longest that the service takes from SIGTERM to its exit."""
+    default = settings_of(service).model_fields["drain_s"].default
+    return float(environment.get("BATON_DRAIN_S", default)) + LEAVE_S + CLOSE_S

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.deploy.services import ROOT, SERVICES, WORKERS, accepts, unknown_environment
+from tests.unit.deploy.services import ROOT, SERVICES, WORKERS, accepts, leaves_within_s, unknown_environment
 
 COMPOSE = ROOT / "deploy/compose/compose.yaml"
 DOCUMENT: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
@@ -77,6 +77,11 @@ def test_environment_is_what_the_service_reads(name: str) -> None:
     assert values["BATON_HOST"] == name, "it listens where others look for it"
     assert values["BATON_ETCD"].split(":") == ["etcd", "2379"]
     assert ("BATON_MODEL" in values) == (name in {*WORKERS, "frontend"})
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_services_may_take_longer_to_stop_than_they_drain(name: str) -> None:
+    assert int(FOUND[name]["stop_grace_period"].removesuffix("s")) > leaves_within_s(name, environment(name))
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -22,9 +22,10 @@ from baton.rpc.errors import failure
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.frontend.app import create_app
-from services.frontend.frontend import Frontend, context_length
+from services.frontend.frontend import Frontend
+from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.prompt import PromptPool
+from services.frontend.reader import BodyReader
 from services.frontend.ready import CardKeeper, Readiness
 from services.frontend.request import Backend
 from services.frontend.route import RouterClient
@@ -250,23 +251,25 @@ class Stack:
             self.card,
             fallback,
         )
-        self.prompts = PromptPool(model, lambda: context_length(model, self.readiness))
+        self.bodies = BodyReader(model, self.metrics)
         self.backend = Backend(
             card=model.card,
             key_root=model.key_root(),
             eos_ids=model.generation.eos_ids,
-            prompts=self.prompts,
+            prompts=self.bodies.reading.prompts,
             router=self.client,
             sessions=self.sessions,
             background=self.background,
             metrics=self.metrics,
             fallback=fallback,
         )
+        gate = Gate(changes.pop("max_requests", 1024), changes.pop("max_body_held", 2 << 20), self.metrics)
         settings = {"request_timeout_s": HANG_S, "client_stall_s": 5.0, "max_body_bytes": 1 << 20} | changes
         self.frontend = Frontend(
             model=model,
             backend=self.backend,
-            prompts=self.prompts,
+            bodies=self.bodies,
+            gate=gate,
             readiness=self.readiness,
             metrics=self.metrics,
             created=1,
@@ -316,7 +319,7 @@ class Stack:
             await self.router.stop()
             for worker in self.workers:
                 await worker.stop()
-        self.prompts.close()
+        await self.bodies.close()
         # Whatever happened, nothing of a request is left.
         assert self.metrics.active._value.get() == 0
         assert self.background.failures == 0

@@ -222,6 +222,23 @@ async def test_strict_answers_the_error_instead(model: Model) -> None:
     assert caught.value.status_code == 503
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+async def test_a_worker_that_drains_gives_back_and_strict_goes_elsewhere_too(model: Model, tokens: int) -> None:
+    """Another pair that runs as planned is no other way to run."""
+
+    async def hands_back(attempt: Attempt) -> None:
+        await attempt.tokens(ids_of(model)[:tokens], offset=0)
+        await attempt.send(attempt.event(handback=worker_pb2.Handback(reason="DRAINING")))
+
+    first = ScriptedWorker("a", hands_back, role=registry_pb2.ROLE_DECODE)
+    second = ScriptedWorker("b", says(model), role=registry_pb2.ROLE_DECODE)
+    async with running(model, first, second, strict=True) as stack:
+        stack.router.prefill = "p"
+        text, story = await stream_text(stack)
+        assert (text, story["worker"], story["attempts"]) == (TEXT, "b", 2)
+        assert (stack.router.requests[-1].exclude, second.attempts[0].submit.plan.prefill.id) == (["a"], "p")
+
+
 async def test_a_refusal_at_submit_goes_elsewhere_and_is_told_when_nobody_is_left(model: Model) -> None:
     first, second = ScriptedWorker("a", says(model)), ScriptedWorker("b", says(model))
     first.refusal = BatonError(Reason.NO_CAPACITY, "full")

@@ -17,7 +17,7 @@ from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.inbox import Inbox
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.prompt import Prompt, PromptPool
+from services.frontend.prompt import Prompt, Prompts
 from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
 from services.frontend.route import RouterClient
 from services.frontend.session import Sink
@@ -98,7 +98,7 @@ def make(peers: Peers, choices: int) -> tuple[Generation, Inbox[Item]]:
         card=registry_pb2.ModelCard(model="m"),
         key_root=b"",
         eos_ids=(2,),
-        prompts=cast(PromptPool, peers),
+        prompts=cast(Prompts, peers),
         router=cast(RouterClient, peers),
         sessions=cast(Sessions, peers),
         background=Background("test"),

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from baton.engine.progress import stuck
+from baton.engine.torch import host
 from baton.engine.torch.host import TorchEngine
 from baton.errors import BatonError, Reason
 from tests.unit.torch_engine.client import HANG_S, ArenaReader, Client, request
@@ -219,3 +220,48 @@ async def test_a_start_that_fails_says_why(tiny_model: Path, tmp_path: Path, wha
     await engine.close()
     with pytest.raises(BatonError):
         await engine.reserve(request([1]))
+
+
+async def test_tokens_that_nobody_takes_hold_the_engine_back(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is full, then the socket, then the engine waits; nothing is lost when they are taken at last."""
+    monkeypatch.setattr(host, "MAX_STEPS", 8)
+    engine = make_engine(tiny_model, blocks=600)
+    await engine.start()
+    try:
+        requests = [request(PROMPT[: 5 + i], max_tokens=1500, logprobs=20, uid=f"u{i}") for i in range(8)]
+        for one in requests:
+            await engine.generate(await engine.reserve(one))
+        async with asyncio.timeout(HANG_S):
+            steps = -1
+            while steps != engine.stats().steps or not engine._steps.full():
+                steps = engine.stats().steps
+                await asyncio.sleep(1.0)
+        assert steps < 1000, "the engine has run to the end"
+        tokens: dict[str, int] = {one.uid: 0 for one in requests}
+        ended = 0
+        async with asyncio.timeout(HANG_S):
+            async for events in engine.events():
+                for event in events:
+                    assert event.offset == tokens[event.uid]
+                    tokens[event.uid] += len(event.token_ids)
+                    ended += event.finish is not None
+                if ended == len(requests):
+                    break
+        assert set(tokens.values()) == {1500}
+        assert await engine.check_integrity() == []
+    finally:
+        await engine.close()
+
+
+async def test_a_small_pool_makes_the_context_short(tiny_model: Path) -> None:
+    """Else a request could be taken in that the pool cannot hold to its end."""
+    client = Client(make_engine(tiny_model, blocks=5))
+    spec = await client.engine.start()
+    assert spec.max_context == 4 * 32
+    with pytest.raises(BatonError) as caught:
+        await client.engine.reserve(request([1] * 128))
+    assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert len(await client.complete(request([1] * 127, max_tokens=50))) == 1
+    assert len(await client.complete(request([1], max_tokens=1000))) == 127
+    assert await client.engine.check_integrity() == []
+    await client.close()

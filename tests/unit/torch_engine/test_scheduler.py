@@ -65,6 +65,48 @@ def test_streams_are_bounded_and_the_next_moves_up(kv: FakeKv) -> None:
     assert planned(kv) == [("d", 1)]
 
 
+def test_choices_count_as_streams(kv: FakeKv) -> None:
+    """However they come in: computed here, or with first tokens that a peer drew."""
+    handed = asked("b", 4, choices=4)
+    start(kv, asked("a", 3, choices=2))
+    job = kv.reserve(handed)
+    kv.load(job, 4)
+    kv.scheduler.generate(job, [(c, next_token(job.prompt, c)) for c in handed.choices], [])
+    outputs: dict[tuple[str, int], list[int]] = {("b", c): [next_token(job.prompt, c)] for c in handed.choices}
+    most = 0
+    for _ in range(30):
+        for event in kv.step().tokens:
+            output = outputs.setdefault((event.uid, event.choice), [])
+            assert event.offset == len(output)
+            output += event.token_ids
+        most = max(most, kv.scheduler.running)
+    assert most == LIMITS.max_streams
+    for request in (asked("a", 3, choices=2), handed):
+        for choice in request.choices:
+            assert outputs[request.uid, choice] == expected(request, choice, LIMITS)[0]
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_the_young_do_not_take_what_a_preempted_one_waits_for(kv: FakeKv) -> None:
+    """Small newcomers at every step: each could be served at once, and the large one would wait for ever."""
+    kv = FakeKv(7, LIMITS)
+    old, preempted = asked("a", 7, max_tokens=12), asked("b", 7, max_tokens=12)
+    for request in (old, preempted):
+        start(kv, request)
+    ended: list[str] = []
+    refused = 0
+    for number in range(60):
+        if kv.scheduler.preemptions:
+            try:
+                start(kv, replace(asked("c", 2, max_tokens=2), uid=f"c{number}"))
+            except BatonError as error:
+                refused += error.reason is Reason.NO_CAPACITY
+        ended += [event.uid for event in kv.step().tokens if event.finish is not None]
+    assert refused > 0
+    assert [uid for uid in ended if uid in "ab"] == ["a", "b"]
+    assert ended.index("b") < 4, "it waited for the young"
+
+
 def test_prefills_for_peers_need_no_stream(kv: FakeKv) -> None:
     for uid in "abc":
         start(kv, asked(uid, 1, max_tokens=9))

@@ -264,6 +264,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         findings = [f for f in self.kv.scheduler.check_integrity() if not f.startswith("request")]
         assert findings == []
+        scheduler = self.kv.scheduler
+        assert scheduler.running <= LIMITS.max_streams
+        ages = [sequence.job.order for sequence in scheduler._waiting]
+        assert ages == sorted(ages)
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):

@@ -19,7 +19,7 @@ async def test_what_runs_may_end() -> None:
     async with pair() as both:
         serving = both.decode.serving
         await both.client.submit("u", [1, 2, 3], LOCAL, max_tokens=50)
-        left = await asyncio.wait_for(drain(both.decode.context, serving.attempts, serving.runs, 0), HANG_S)
+        left = await asyncio.wait_for(drain(both.decode.context, serving.attempts, serving.runs, None), HANG_S)
         assert left == 0
         await both.client.until("u")
         assert both.client.tokens("u") == [token([1, 2, 3], 0, i) for i in range(50)]
@@ -55,3 +55,20 @@ async def test_a_prefill_ends_its_leases() -> None:
         assert last.handback.reason == "PREFILL_UNAVAILABLE"  # DRAINING would say that decode drains
         assert list(last.route.reasons) == ["PREFILL_UNAVAILABLE", "HANDBACK"]
         assert await asyncio.wait_for(task, HANG_S) == 0
+
+
+async def test_runs_are_taken_until_everybody_may_know() -> None:
+    """A plan may be older than the news; a refused run would have to fall back."""
+    async with pair() as both:
+        serving = both.prefill.serving
+        work = drain(both.prefill.context, serving.attempts, serving.runs, None, announce_s=HANG_S)
+        task = asyncio.create_task(work)
+        await asyncio.sleep(0)
+        assert both.prefill.context.draining
+        await both.client.submit("u", list(range(1, 40)), both.plan(), max_tokens=5)
+        assert not (await both.client.until("u")).HasField("handback")
+        task.cancel()
+        await drain(both.prefill.context, serving.attempts, serving.runs, None, announce_s=0.01)
+        await both.client.submit("v", list(range(1, 40)), both.plan(), max_tokens=5)
+        last = await both.client.until("v")
+        assert last.handback.reason == "PREFILL_UNAVAILABLE"

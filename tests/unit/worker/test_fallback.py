@@ -53,5 +53,5 @@ def test_every_reason_has_a_route_reason_that_says_what_failed() -> None:
     for reason in Reason:
         assert route_reason(reason) in RouteReason
     assert route_reason(Reason.KV_CHECKSUM_MISMATCH) is RouteReason.KV_CHECKSUM_MISMATCH
-    assert route_reason(Reason.NO_CAPACITY) is RouteReason.PREFILL_UNAVAILABLE
+    assert route_reason(Reason.NO_CAPACITY) is RouteReason.PREFILL_NO_CAPACITY
     assert route_reason(Reason.ENGINE_FAILED) is RouteReason.PREFILL_FAILED

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import BatonError, Reason
 from baton.v1 import worker_pb2 as pb
-from tests.unit.worker.engine import token
+from tests.unit.worker.engine import SPEC, token
 from tests.unit.worker.pair import HANG_S, Client, pair
 
 PROMPT = list(range(1, 15))  # 14 tokens: three blocks and a half
@@ -109,8 +109,25 @@ async def test_prefill_without_room_is_given_back() -> None:
         both.prefill.engine.fail_reserve = BatonError(Reason.NO_CAPACITY, "full")
         await both.client.submit("u", PROMPT, both.plan())
         last = await both.client.until("u")
-        assert (last.handback.reason, list(last.route.reasons)) == ("NO_CAPACITY", ["PREFILL_UNAVAILABLE", "HANDBACK"])
+        assert (last.handback.reason, list(last.route.reasons)) == ("NO_CAPACITY", ["PREFILL_NO_CAPACITY", "HANDBACK"])
         await both.idle()
+
+
+async def test_too_long_a_prompt_is_refused_by_both_before_anything_else() -> None:
+    async with pair() as both:
+        for length, refused in ((SPEC.max_context, True), (SPEC.max_context - 1, False)):
+            attempt = pb.Attempt(uid="u", prompt_ids=[1] * length)
+            for worker in (both.decode, both.prefill):
+                if refused:
+                    with pytest.raises(BatonError, match="no room") as caught:
+                        worker.context.check_length(attempt)
+                    assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+                else:
+                    worker.context.check_length(attempt)
+        with pytest.raises(BatonError) as caught:
+            await both.client.submit("u", [1] * SPEC.max_context, both.plan())
+        assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+        assert both.decode.engine.made == both.prefill.engine.made == []
 
 
 async def test_decode_without_room_refuses_before_anything_else() -> None:

@@ -1,0 +1,106 @@
+"""From the bytes of a body to a checked request with its prompts tokenised: every step whose cost grows with the body.
+
+Pure, so it can run where it holds nobody up. What it gives back is small: prompts fit the context.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.errors import BatonError, Reason
+from baton.kv.keys import KEY_BYTES
+from baton.model.card import Model
+from services.frontend.prompt import Prompt, Prompts
+from services.frontend.schema import Options, model_of, parse_chat, parse_completion, parse_json
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks for. `echo`: completions only."""
+
+    options: Options
+    prompts: tuple[Prompt, ...]
+    echo: bool = False
+
+
+class Reading:
+    """How bodies for one model are read. Thread-safe."""
+
+    def __init__(self, model: Model) -> None:
+        self.prompts = Prompts(model)
+        self._name = model.name
+        self._vocab_size = model.tokenizer.vocab_size
+
+    def read(self, body: bytes | bytearray, *, chat: bool, limit: int) -> Asked:
+        """The request in `body`; `limit`: tokens of the context. Raises BatonError with what is wrong with it."""
+        raw = parse_json(body)
+        check_model(model_of(raw), self._name)
+        return self._chat(raw, limit) if chat else self._completion(raw, limit)
+
+    def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
+        body = parse_chat(raw, self._vocab_size)
+        return Asked(body.options, (self.prompts.chat(body.messages, body.variables, limit),))
+
+    def _completion(self, raw: Mapping[str, Any], limit: int) -> Asked:
+        body, make = parse_completion(raw, self._vocab_size), self.prompts
+        prompts = (
+            make.text(given, limit) if isinstance(given, str) else make.ids(given, limit) for given in body.prompts
+        )
+        return Asked(body.options, tuple(prompts), body.echo)
+
+
+def check_model(name: str, ours: str) -> None:
+    """Raises BatonError(MODEL_NOT_FOUND)."""
+    if name != ours:
+        raise BatonError(Reason.MODEL_NOT_FOUND, f"The model '{name[:200]}' does not exist.", param="model")
+
+
+# ---- between two processes
+
+
+class _Prompt(msgspec.Struct, array_like=True):
+    ids: bytes
+    keys: bytes
+    text: str
+
+
+class _Asked(msgspec.Struct, array_like=True, tag=True):
+    options: Options
+    prompts: list[_Prompt]
+    echo: bool
+
+
+class _Refused(msgspec.Struct, array_like=True, tag=True):
+    reason: str
+    message: str
+    param: str | None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Asked | _Refused).decode
+
+
+def pack(answer: Asked | BatonError) -> bytes:
+    """An answer as bytes."""
+    if isinstance(answer, BatonError):
+        return _encode(_Refused(answer.reason.name, answer.message, answer.param))
+    prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text) for p in answer.prompts]
+    return _encode(_Asked(answer.options, prompts, answer.echo))
+
+
+def unpack(data: bytes) -> Asked:
+    """The answer in `data`. Raises the BatonError that it is."""
+    answer = _decode(data)
+    if isinstance(answer, _Refused):
+        raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param)
+    return Asked(answer.options, tuple(_unpacked(prompt) for prompt in answer.prompts), answer.echo)
+
+
+def _unpacked(prompt: _Prompt) -> Prompt:
+    keys = (prompt.keys[i : i + KEY_BYTES] for i in range(0, len(prompt.keys), KEY_BYTES))
+    return Prompt(array("I", prompt.ids), tuple(keys), prompt.text)

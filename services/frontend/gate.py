@@ -1,0 +1,69 @@
+"""How much a frontend has under way at once. What is more is refused at the door, before it costs anything."""
+
+from __future__ import annotations
+
+from baton.errors import BatonError, Reason
+from services.frontend.metrics import FrontendMetrics
+
+
+class Gate:
+    """Bounds requests, and the bytes of their bodies that are held until they have been read."""
+
+    def __init__(self, max_requests: int, max_bytes: int, metrics: FrontendMetrics) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._metrics = metrics
+        self._requests = 0
+        self._bytes = 0
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Requests inside, and bytes of their bodies."""
+        return self._requests, self._bytes
+
+    def enter(self) -> Pass:
+        """Let one request in; `leave` on every path. Raises BatonError(NO_CAPACITY)."""
+        if self._requests >= self._max_requests:
+            raise self._refusal("requests", f"This server has {self._requests} requests under way; try again soon.")
+        self._requests += 1
+        return Pass(self)
+
+    def _take(self, change: int) -> None:
+        if self._bytes + change > self._max_bytes:
+            raise self._refusal("bytes", "This server is busy reading other large requests; try again soon.")
+        self._bytes += change
+
+    def _give_back(self, requests: int, size: int) -> None:
+        self._requests -= requests
+        self._bytes -= size
+
+    def _refusal(self, limit: str, message: str) -> BatonError:
+        self._metrics.refused.labels(limit).inc()
+        return BatonError(Reason.NO_CAPACITY, message)
+
+
+class Pass:
+    """One request that was let in."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._bytes = 0
+        self._inside = True
+
+    def body(self, size: int) -> None:
+        """The body is, or will be, of `size` bytes. Raises BatonError(NO_CAPACITY)."""
+        if size > self._bytes:
+            self._gate._take(size - self._bytes)
+            self._bytes = size
+
+    def body_read(self) -> None:
+        """The body is needed no more. Idempotent."""
+        self._gate._give_back(0, self._bytes)
+        self._bytes = 0
+
+    def leave(self) -> None:
+        """The request has ended. Idempotent."""
+        self.body_read()
+        if self._inside:
+            self._inside = False
+            self._gate._give_back(1, 0)
