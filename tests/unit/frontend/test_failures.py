@@ -180,12 +180,14 @@ async def test_the_end_is_known_although_its_news_was_lost(model: Model) -> None
         await asyncio.sleep(0.05)
         attempt.worker.cut()
 
-    async with running(model, ScriptedWorker("a", all_but_the_end)) as stack:
+    worker = ScriptedWorker("a", all_but_the_end)
+    async with running(model, worker) as stack:
         answer = await client(stack).chat.completions.create(model=model.name, messages=HI)
         assert answer.choices[0].finish_reason == "stop"
         short = await client(stack).chat.completions.create(model=model.name, messages=HI, max_tokens=len(ids))
         assert short.choices[0].message.content == TEXT
-    assert stack.count("attempts") == 2
+    # Whether the second request is refused once, for the session that is still down, is a matter of luck.
+    assert len(worker.attempts) == 2
 
 
 async def test_a_handback_routes_again_without_the_prefill(model: Model) -> None:
