@@ -98,6 +98,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_stopped_anywhere_it_is_known_to_be_stuck_until_it_moves(tiny_model: Path) -> None:
     """In a step or between two, and idle: as soon as there is something that it does not do."""
     client = Client(make_engine(tiny_model))
