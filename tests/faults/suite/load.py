@@ -161,6 +161,11 @@ class Load:
             self._news.clear()
             await self._news.wait()
 
+    @property
+    def paused(self) -> bool:
+        """Whether nothing new is started for now."""
+        return not self._go.is_set()
+
     async def pause(self) -> None:
         """Start nothing more for now; returns when nothing runs."""
         self._go.clear()

@@ -137,7 +137,7 @@ async def run_part(
         link.corruptible = lambda source, destination: not {source, destination} & known
     async with asyncio.TaskGroup() as group:
         running = group.create_task(load.run(plan.clients))
-        forgetting = group.create_task(_forget(stack))
+        forgetting = group.create_task(_forget(stack, load))
         watching = group.create_task(soak.watch(stack)) if soak is not None else None
         try:
             async with asyncio.timeout(LIVE_S):
@@ -197,10 +197,11 @@ async def _references(url: str, plan: Plan, seed: int) -> list[tuple[Ask, Refere
     return work
 
 
-async def _forget(stack: FaultStack) -> None:
+async def _forget(stack: FaultStack, load: Load) -> None:
     while True:
         await asyncio.sleep(CLEAR_EVERY_S)
-        await asyncio.to_thread(stack.forget_prefixes)
+        if not load.paused:  # else a pool is about to be flipped, and there would be nothing in its cache
+            await asyncio.to_thread(stack.forget_prefixes)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -168,8 +168,8 @@ class FaultStack(Stack):
 
     def forget_prefixes(self) -> None:
         """Every worker that answers forgets the prefixes it knows."""
-        for name in self.workers():
-            with contextlib.suppress(grpc.RpcError, KeyError), self._stub(name) as stub:
+        for name in [worker for worker in self.workers() if self.runs(worker) and self.processes[worker].address]:
+            with contextlib.suppress(grpc.RpcError), self._stub(name) as stub:
                 stub.ClearCache(worker_pb2.ClearCacheRequest(), timeout=2)  # type: ignore[attr-defined]
 
     def end_all(self) -> list[str]:
