@@ -232,7 +232,7 @@ class EngineProcess:
                     self._publish()
                     self._wake.wait()
                 work = self._scheduler.plan(outcome)
-                self._due = (time.time(), self._predict(work)) if work else (0.0, 0.0)
+                self._due = (time.time(), self._cost.predict(*_tokens(work))) if work else (0.0, 0.0)
                 self._publish(blocked=not work)
                 self._post(outcome)
             self._flush()
@@ -253,9 +253,7 @@ class EngineProcess:
         with self._wake:
             self._scheduler.apply(work, draws, drawn, outcome)
             self._steps += 1
-            decoding = sum(w.count == 1 for w in work)
-            prefill = sum(w.count for w in work) - decoding
-            self._cost.learn(prefill, decoding, time.perf_counter() - started)
+            self._cost.learn(*_tokens(work), time.perf_counter() - started)
             self._due = (0.0, 0.0)
             self._publish()
             self._post(outcome)
@@ -272,10 +270,6 @@ class EngineProcess:
         post.extend(m.Failed(job.id, reason.name, text) for job, reason, text in outcome.failed)
         if outcome.tokens:
             post.append(m.Step([token_message(event) for event in outcome.tokens]))
-
-    def _predict(self, work: list[Work]) -> float:
-        decoding = sum(w.count == 1 for w in work)
-        return self._cost.predict(sum(w.count for w in work) - decoding, decoding)
 
     def _publish(self, *, blocked: bool = False) -> None:
         """`blocked`: what waits waits for blocks, and no step is due."""
@@ -309,6 +303,12 @@ class EngineProcess:
             ),
             self._taken,
         )
+
+
+def _tokens(work: list[Work]) -> tuple[int, int]:
+    """(prompt tokens, decoding sequences) of a step."""
+    decoding = sum(w.count == 1 for w in work)
+    return sum(w.count for w in work) - decoding, decoding
 
 
 def main() -> None:
