@@ -154,21 +154,27 @@ async def test_clients_that_do_not_read_are_cut_off_and_nobody_notices(stack: St
             one.close()
 
 
+async def all_speaking(client: httpx.AsyncClient, stack: Stack, asked: list[str]) -> list[asyncio.Task[Answer]]:
+    """A stream of 1500 tokens for each prompt, once all have begun and none has ended."""
+    begun: set[int] = set()
+    streams = [
+        asyncio.create_task(ask(client, stack.url(), prompt, 1500, on_piece=lambda _, i=i: begun.add(i)))
+        for i, prompt in enumerate(asked)
+    ]
+    while len(begun) < len(asked):
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in streams), "too late"
+    return streams
+
+
 async def test_a_frontend_that_does_not_read_costs_its_workers_little(stack: Stack) -> None:
     asked = prompts(5, 10, seed=2)
     expected = await alone(stack, asked, 1500, "other")
     asked *= 10
     before = {name: rss(stack, name) for name in stack.workers()}
     made = sum(stack.metric(n, "baton_worker_output_tokens_total") for n in stack.workers())
-    begun: set[int] = set()
     async with plain_client() as client:
-        streams = [
-            asyncio.create_task(ask(client, stack.url(), prompt, 1500, on_piece=lambda _, i=i: begun.add(i)))
-            for i, prompt in enumerate(asked)
-        ]
-        while len(begun) < len(asked):
-            await asyncio.sleep(0.05)
-            assert not any(task.done() for task in streams), "too late"
+        streams = await all_speaking(client, stack, asked)
         stack.stop("frontend")
         stopped = time.monotonic()
         freed = await asyncio.to_thread(stack.settle, HANG_S)
@@ -190,17 +196,10 @@ async def test_a_worker_that_does_not_read_its_engine_holds_it_back(stack: Stack
     asked = prompts(4, 10, seed=3)
     expected = await alone(stack, asked, 1500)
     asked *= 3
-    begun: set[int] = set()
     names = stack.workers("decode", "merged")
     before = {name: rss(stack, name) for name in names}
     async with plain_client() as client:
-        streams = [
-            asyncio.create_task(ask(client, stack.url(), prompt, 1500, on_piece=lambda _, i=i: begun.add(i)))
-            for i, prompt in enumerate(asked)
-        ]
-        while len(begun) < len(asked):
-            await asyncio.sleep(0.05)
-            assert not any(task.done() for task in streams), "too late"
+        streams = await all_speaking(client, stack, asked)
         name = max(names, key=lambda n: stack.metric(n, "baton_worker_attempts_total"))
         psutil.Process(stack.processes[name].process.pid).suspend()
         await asyncio.sleep(8)
