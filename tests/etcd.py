@@ -1,25 +1,19 @@
-"""A real etcd for tests: its own directory, ephemeral ports, and the ways it can fail."""
+"""A real etcd for tests: its own directory, ports that stay, and the ways it can fail."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
 from pathlib import Path
 from typing import IO
 
+from baton.cli.ports import free_port
+
 START_S = 60.0
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class EtcdServer:

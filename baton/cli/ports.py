@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from pathlib import Path
 
 import psutil
 
 from baton.cli.errors import CliError
 
 HOST = "127.0.0.1"
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that a server may come back to: free now, and none that the system gives to a connection going out.
+
+    A port that the kernel chooses for a listener comes from the same range as those of connections going out, so while
+    the server is down any client on the machine may be given it. Raises CliError when nothing there is free.
+    """
+    low = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else 32768
+    for _ in range(100):
+        port = random.randrange(max(1024, low // 2), low)
+        if is_free(port):
+            return port
+    raise CliError(f"no free port below {low}", "free some, or choose each port yourself")
 
 
 def is_free(port: int) -> bool:

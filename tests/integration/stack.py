@@ -19,6 +19,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.cli.ports import free_port
 from baton.v1 import kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.etcd import EtcdServer
 from tests.worker_process import WorkerProcess
@@ -29,7 +30,7 @@ HANG_S = 120.0
 CLEAN_S = 10.0
 """Within this everything that a request held is free again, on whatever machine runs the tests."""
 LEAVE_S = 20.0
-LINGER: dict[str, object] = {"port": 0, "linger_s": 0.5}
+LINGER: dict[str, object] = {"linger_s": 0.5}
 """No balancer watches the frontends of a test."""
 _STUBS = {
     "router": router_pb2_grpc.RouterServiceStub,
@@ -76,6 +77,8 @@ class Stack:
                 self._plan[f"{role}-{n}"] = (role, flags)
         for name, fallback in (frontends or {"frontend": "auto"}).items():
             self._plan[name] = ("frontend", {**served, "fallback": fallback, **LINGER, **(http or {})})
+        for name, (role, flags) in self._plan.items():
+            self._plan[name] = (role, {**flags, "port": free_port()})
 
     # ---- life
 
@@ -109,15 +112,15 @@ class Stack:
         return self.processes[name]
 
     def restart(self, name: str) -> None:
-        """kill -9 and start again under the same name: a new process with a new epoch."""
+        """kill -9 and start again under the same name elsewhere: a new process with a new epoch and address."""
         self.kill(name)
-        self.launch(name).wait_ready()
+        self.launch(name, port=free_port()).wait_ready()
 
     def restart_in_place(self, name: str) -> None:
         """kill -9 and start again under the same name at the same address: only the epoch differs."""
         address = self.processes[name].address
         self.kill(name)
-        self.launch(name, port=int(address.rpartition(":")[2])).wait_ready()
+        self.launch(name).wait_ready()
         assert self.processes[name].address == address
 
     def kill(self, *names: str) -> None:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.ports import free_port
 from baton.errors import BatonError, Reason
 from baton.registry import Credentials, EtcdClient, EtcdRefused, Registry, View
 from baton.registry.watch import PrefixWatch
 from baton.v1 import etcd_pb2
 from baton.v1.registry_pb2 import ModelCard, Worker
-from tests.etcd import EtcdServer, free_port
+from tests.etcd import EtcdServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 HANG_S = 60.0

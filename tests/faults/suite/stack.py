@@ -15,8 +15,9 @@ import grpc
 import orjson
 import psutil
 
+from baton.cli.ports import free_port
 from baton.v1 import etcd_pb2, etcd_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2
-from tests.etcd import EtcdServer, free_port
+from tests.etcd import EtcdServer
 from tests.faults.suite.link import Link
 from tests.integration.stack import HANG_S, Stack
 from tests.worker_process import WorkerProcess
@@ -112,7 +113,7 @@ class FaultStack(Stack):
         self.far = list(far)
         for name, (role, flags) in list(self._plan.items()):
             own = link.far if link is not None and name in self.far else host
-            changed = {**flags, "etcd": self.etcd.address, "host": own, "port": free_port()}
+            changed = {**flags, "etcd": self.etcd.address, "host": own}
             if link is not None and name in self.far:
                 changed["transports"] = "tcp"
             self._plan[name] = (role, changed)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from baton.cli.ports import free_port
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2
 from services.router.index import PrefixIndex
@@ -136,13 +137,13 @@ async def test_a_stream_that_ends_means_out_and_the_next_one_in(fleet: Fleet) ->
 
 
 async def test_a_dead_port_stays_out_and_is_asked_again(fleet: Fleet) -> None:
-    async with scripted("p", PREFILL) as worker:
+    port = free_port()
+    async with scripted("p", PREFILL, port=port) as worker:
         gone = worker.describes
     fleet.workers.registered("p", gone)
     fleet.reservations.take("u", 0, {"p": Held(prefill_tokens=30)}, 0.0)
     await fleet.until(lambda: fleet.state("p") == "quarantined")
     assert fleet.reservations.on("p") == Held(), "nothing is coming to it"
-    port = int(gone.address.rpartition(":")[2])
     async with scripted("p", PREFILL, epoch=9, port=port):
         await fleet.until(lambda: fleet.state("p") == "serving")
         assert fleet.workers.get("p").worker.epoch == 9, "what it says of itself beats an old registration"
