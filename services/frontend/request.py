@@ -199,6 +199,8 @@ class Generation:
             await self._launch(fresh, (), broken)
         for choice in begun:
             self._note(RouteReason.RESUMED)
+            lost, tokens = broken.leg.plan.worker.id, len(choice.received)
+            _log.info("output moves", uid=self.work.uid, lost=lost, tokens=tokens, error=str(broken.error))
             self._backend.metrics.resumes.labels(broken.error.reason.name).inc()
             await self._launch((choice.index,), choice.received, broken)
 
@@ -285,11 +287,13 @@ class Generation:
         broken = leg.resumes
         if broken is None:
             return
-        seconds = self._backend.metrics.resume
+        waits = {"place": leg.started - broken.at, "token": leg.first_token - leg.started}
         if broken.error.reason is Reason.SESSION_LOST:
-            seconds.labels("detect").observe(broken.silent_s)
-        seconds.labels("place").observe(leg.started - broken.at)
-        seconds.labels("token").observe(leg.first_token - leg.started)
+            waits["detect"] = broken.silent_s
+        for part, seconds in waits.items():
+            self._backend.metrics.resume.labels(part).observe(seconds)
+        told = {part: round(seconds, 3) for part, seconds in waits.items()}
+        _log.info("output resumed", uid=self.work.uid, worker=leg.plan.worker.id, mode=leg.plan.mode, **told)
 
     def _finish_if_over(self, choice: Choice) -> None:
         """All tokens had come and only the news of the end was lost."""

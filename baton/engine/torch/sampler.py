@@ -3,8 +3,12 @@
 The order: log-probabilities are taken from the logits as they come; then `logit_bias`, repetition penalty (prompt and
 output), presence and frequency penalty (output), the mask on ends until `min_tokens`, the grammar's mask; then
 temperature, and top-k, top-p (of what top-k left) and min-p, each as a threshold: tokens that tie with the last one
-kept are kept. The draw inverts the cumulative distribution of what is kept, in the order of token ids, at one
-counter-based uniform number: it depends on the request's seed, choice and output index, and not on the batch.
+kept are kept. The draw is a race among what is kept: token t arrives after Exp(1) / weight(t), and the first one wins,
+which is t with the probability of its weight (equal to the largest logit plus Gumbel noise: Gumbel 1954; Maddison et
+al., A* sampling, 2014). The noise is counter-based: it depends on the request's seed, choice, output index and the
+token, and not on the batch. Rounding changes a draw only where the two first arrive together, as with greedy; inverting
+the cumulative distribution has a border at every token (measured, logits moved by 1e-5: 25 draws of 2000 change there,
+none here).
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.port import SamplingParams, TokenLogprob
-from baton.engine.torch.noise import uniform
+from baton.engine.torch.noise import uniforms
 from baton.errors import BatonError, Reason
 
 CUTS = (-3.0, -6.0, -10.0, -16.0)
@@ -134,16 +138,27 @@ def _draw(logits: Tensor, best: Tensor, states: Sequence[SamplingState]) -> list
     # The most likely token at 0: nothing overflows, however small the temperature.
     x = (logits - best[:, None]) / temperature
     weights = x.exp()
-    for row, state in enumerate(states):
-        threshold = _threshold(x[row], weights[row], state.params)
-        if threshold is not None:
-            weights[row].masked_fill_(x[row] < threshold, 0.0)
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    noise = [[uniform(s.params.seed, s.choice, len(s.output_ids))] for s in states]
-    target = torch.tensor(noise, dtype=torch.float64, device=logits.device) * cumulative[:, -1:]
-    # The first token whose cumulative weight is beyond the target: never one of weight 0.
-    ids: list[int] = torch.searchsorted(cumulative, target, right=True).flatten().tolist()
-    return ids
+    return [_first(x[row], weights[row], state) for row, state in enumerate(states)]
+
+
+def _first(x: Tensor, weights: Tensor, state: SamplingState) -> int:
+    """Who wins the race of one row, -log(1 - u) / weight being the time of a token.
+
+    u is never more than -log(1 - u), so only those need a logarithm whose u / weight is not beyond the time of the
+    one that this puts first.
+    """
+    threshold = _threshold(x, weights, state.params)
+    if threshold is None:
+        tokens = torch.arange(len(weights), device=weights.device)
+        weight = weights.to(torch.float64)
+    else:
+        tokens = (x >= threshold).nonzero()[:, 0]
+        weight = weights[tokens].to(torch.float64)
+    u = uniforms(state.params.seed, state.choice, len(state.output_ids), tokens)
+    soonest = u / weight
+    favourite = soonest.argmin()
+    near = (soonest <= -torch.log1p(-u[favourite]) / weight[favourite]).nonzero()[:, 0]
+    return int(tokens[near[(-torch.log1p(-u[near]) / weight[near]).argmin()]])
 
 
 def _threshold(row: Tensor, weights: Tensor, params: SamplingParams) -> Tensor | None:

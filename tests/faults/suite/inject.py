@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from tests.faults.suite.link import Link, Weather
@@ -25,9 +25,10 @@ _WEATHER = {
 
 @dataclass(frozen=True)
 class Done:
-    """A fault that was done: from when to when its target was ill (`time.monotonic()`)."""
+    """A fault that was done: from when to when its places were ill (`time.monotonic()`)."""
 
     fault: Fault
+    places: Sequence[str]
     began: float
     ended: float
 
@@ -100,10 +101,11 @@ class Injector:
         await asyncio.sleep(fault.for_s)
         await undo()
         ended = time.monotonic()
-        for place in self._places(fault):
+        places = self._places(fault)
+        for place in places:
             del self._ill[place]
             self._was_ill.append((place, began, ended))
-        self.done.append(Done(fault, began, ended))
+        self.done.append(Done(fault, places, began, ended))
 
     async def _begin(self, fault: Fault) -> Callable[[], Awaitable[None]]:
         """Do it; what is returned undoes it."""

@@ -29,6 +29,7 @@ class Answer:
     times: list[float] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     story: dict[str, Any] = field(default_factory=dict)
+    uid: str = ""
     status: int = 0
     error: str = ""
     whole: bool = False
@@ -41,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Stream:
-    """One request to its end. `pauses`: (start, end) of its gaps in time."""
+    """One request to its end. `uid`: its name in the logs of the frontend that answered; `times` of its pieces."""
 
     ask: Ask
     started: float
@@ -50,6 +51,7 @@ class Stream:
     refused: int
     retried: int
     resumed: bool
+    uid: str
     prompt_tokens: int
     times: Sequence[float]
 
@@ -91,6 +93,7 @@ def _chunk(answer: Answer, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         answer.error = str(chunk["error"])
         return
+    answer.uid = chunk["id"].partition("-")[2]
     answer.usage = chunk.get("usage") or answer.usage
     answer.story = chunk.get("baton") or answer.story
     for choice in chunk["choices"]:
@@ -224,6 +227,7 @@ class Load:
             refused=refused,
             retried=retried,
             resumed=answer.story.get("attempts", 1) > 1,
+            uid=answer.uid,
             prompt_tokens=wanted.prompt_tokens,
             times=answer.times,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,19 +12,21 @@ from rich.table import Table
 
 from tests.faults.suite.inject import Done
 from tests.faults.suite.load import Stream
+from tests.faults.suite.moves import Move
 from tests.faults.suite.requests import Verdict
-from tests.faults.suite.schedule import Kind
+from tests.faults.suite.schedule import NETWORK, Kind
 
-BEFORE_S = 0.3
-"""A gap that a fault opened may have begun so much earlier: its last token was on the way."""
 GAP_S = 0.05
+AFTER_S = 3.0
+"""A worker that was broken until so long ago may be lost because of it still: a backlog, an old epoch."""
+_SLOWEST = ("network", "stop", "drain", "kill", "none")
 _AFTER = {
     Kind.KILL: "kill",
     Kind.RESTART: "kill",
     Kind.STOP: "stop",
     Kind.FREEZE: "stop",
     Kind.TERM: "drain",
-    Kind.CUT: "cut",
+    **dict.fromkeys(NETWORK, "network"),
 }
 
 
@@ -61,25 +63,30 @@ class Part:
 
 
 def pauses(
-    faults: Sequence[Done], streams: Iterable[Stream], moves: Callable[[str], bool], prefill_tok_s: float
+    faults: Sequence[Done], streams: Iterable[Stream], moves: Mapping[str, Sequence[Move]], prefill_tok_s: float
 ) -> dict[str, list[float]]:
-    """Seconds that resumed streams stood still after a fault of a worker that streams (`moves`), by how it broke.
+    """Seconds that streams stood still because they lost their worker, by what had been done to that worker.
 
-    The predicted prefill of what was resumed (prompt and tokens so far) is taken off: it is work, not waiting.
+    `moves` are theirs by uid, from the frontends' logs. A gap with several moves counts under the slowest way to lose a
+    worker among them; "none" is a worker that nothing had been done to. The predicted prefill of what was resumed
+    (prompt and tokens so far) is taken off: it is work, not waiting.
     """
     found: dict[str, list[float]] = {}
-    ways = [(d, _AFTER[d.fault.kind]) for d in faults if d.fault.kind in _AFTER and moves(d.fault.target)]
     for stream in streams:
-        if not stream.resumed:
-            continue
         for emitted, (before, after) in enumerate(pairwise(stream.times), start=1):
-            if after - before < GAP_S:
+            inside = [move for move in moves.get(stream.uid, ()) if before <= move.at <= after]
+            if not inside or after - before < GAP_S:
                 continue
-            opened = [way for done, way in ways if before - BEFORE_S <= done.began <= after]
-            if opened:
-                work = (stream.prompt_tokens + emitted) / prefill_tok_s
-                found.setdefault(opened[-1], []).append(max(0.0, after - before - work))
+            way = min((_way(move, faults) for move in inside), key=_SLOWEST.index)
+            work = (stream.prompt_tokens + emitted) / prefill_tok_s
+            found.setdefault(way, []).append(max(0.0, after - before - work))
     return found
+
+
+def _way(move: Move, faults: Sequence[Done]) -> str:
+    """What was done last to the worker that `move` lost, if it had not long been undone."""
+    theirs = [d for d in faults if move.lost in d.places and d.began <= move.at <= d.ended + AFTER_S]
+    return _AFTER.get(theirs[-1].fault.kind, "none") if theirs else "none"
 
 
 def p99(values: Sequence[float]) -> float:

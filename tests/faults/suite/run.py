@@ -20,6 +20,7 @@ from baton.errors import Reason
 from tests.faults.suite.inject import Injector
 from tests.faults.suite.link import Link
 from tests.faults.suite.load import ANSWER_S, Load, reference
+from tests.faults.suite.moves import moves
 from tests.faults.suite.report import Part, good, pauses, show, summary
 from tests.faults.suite.requests import Ask, Reference, catalogue, with_stop
 from tests.faults.suite.schedule import Kind, Menu, schedule
@@ -152,7 +153,8 @@ async def run_part(
             load.finish()
             await asyncio.wait([running], timeout=2 * ANSWER_S)
     part.faults, part.streams, part.cut_texts_wrong = injector.done, load.streams, load.cut_texts_wrong
-    part.pauses = pauses(injector.done, load.streams, lambda name: name in stack.workers("decode", "merged"), rate)
+    logs = [stack.processes[name].log_path for name in stack.of_role("frontend")]
+    part.pauses = pauses(injector.done, load.streams, moves(logs), rate)
     part.notes += await asyncio.to_thread(_counters, stack)
     if injector.flipped:
         part.notes.append(f"{injector.flipped} bytes flipped in pools")

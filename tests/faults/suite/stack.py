@@ -114,6 +114,8 @@ class FaultStack(Stack):
         for name, (role, flags) in list(self._plan.items()):
             own = link.far if link is not None and name in self.far else host
             changed = {**flags, "etcd": self.etcd.address, "host": own}
+            if role == "frontend":
+                changed["log_json"] = True  # `moves` reads them
             if link is not None and name in self.far:
                 changed["transports"] = "tcp"
             self._plan[name] = (role, changed)

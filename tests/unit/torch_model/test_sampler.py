@@ -21,11 +21,13 @@ from transformers import (
 )
 
 from baton.engine.port import SamplingParams
-from baton.engine.torch.noise import uniform
+from baton.engine.torch.noise import uniforms
 from baton.engine.torch.sampler import SamplingState, sample, token_logprobs
 from baton.errors import BatonError
 
 VOCAB = 1000
+KNOWN = [0.7510449318, 0.283282658348, 0.680339896766]
+"""Noise of seed 7, choice 0, index 0, tokens 0 to 2, computed with Python integers."""
 
 
 def state(
@@ -182,16 +184,37 @@ def test_what_is_no_distribution_is_an_error(temperature: float, bad: str) -> No
 # ---- noise
 
 
+def noise(seed: int, choice: int, index: int, tokens: int = 1) -> list[float]:
+    numbers: list[float] = uniforms(seed, choice, index, torch.arange(tokens)).tolist()
+    return numbers
+
+
 def test_noise_is_a_function_of_its_counters() -> None:
     # Known values: a resumed stream may be drawn by another release.
-    assert [round(uniform(7, 0, i), 12) for i in range(3)] == [0.47768461076, 0.129254883702, 0.637298898451]
-    assert uniform(2**64 + 7, 0, 0) == uniform(7, 0, 0)
-    assert len({uniform(s, c, i) for s in (0, 1, -1) for c in range(3) for i in range(100)}) == 900
-    numbers = np.array([uniform(3, 0, i) for i in range(20_000)])
-    assert numbers.min() >= 0
+    assert [round(n, 12) for n in noise(7, 0, 0, 3)] == KNOWN
+    assert noise(2**64 + 7, 0, 0, 9) == noise(7, 0, 0, 9)
+    assert len({n for s in (0, 1, -1) for c in range(3) for i in range(20) for n in noise(s, c, i, 100)}) == 18_000
+    assert uniforms(3, 0, 5, torch.tensor([70, 9])).tolist() == [noise(3, 0, 5, 71)[70], noise(3, 0, 5, 10)[9]]
+
+
+@pytest.mark.parametrize("axis", ["tokens", "index"])
+def test_noise_is_uniform_along(axis: str) -> None:
+    drawn = noise(3, 0, 0, 20_000) if axis == "tokens" else [noise(3, 0, i)[0] for i in range(20_000)]
+    numbers = np.array(drawn)
+    assert numbers.min() > 0
     assert numbers.max() < 1
     assert np.abs(np.histogram(numbers, 20, (0, 1))[0] - 1000).max() < 150
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+
+
+def test_rounding_moves_no_draw() -> None:
+    # More than another batch or another chunk of the prompt does to logits.
+    logits = logits_of(1, vocab=5000)
+    shaken = logits + logits_of(1, vocab=5000, seed=1) * 1e-5
+    for filters in ({}, {"top_p": 0.95}, {"top_p": 0.9, "min_p": 0.001}):
+        states = [state(output=[1] * i, temperature=1.0, **filters) for i in range(2000)]
+        before, after = (sample(of.expand(len(states), -1), states) for of in (logits, shaken))
+        assert [s.token_id for s in before] == [s.token_id for s in after]
 
 
 def test_the_batch_does_not_move_a_draw() -> None:
@@ -221,10 +244,11 @@ def test_seed_choice_and_index_each_move_the_draws() -> None:
 
 def test_another_process_draws_the_same() -> None:
     program = (
-        "from baton.engine.torch.noise import uniform; print(repr([uniform(s, 1, i) for s in (5, -5) for i in (0, 9)]))"
+        "import torch; from baton.engine.torch.noise import uniforms;"
+        "print(repr([uniforms(s, 1, i, torch.arange(50)).tolist() for s in (5, -5) for i in (0, 9)]))"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert output.stdout.strip() == repr([uniform(s, 1, i) for s in (5, -5) for i in (0, 9)])
+    assert output.stdout.strip() == repr([noise(s, 1, i, 50) for s in (5, -5) for i in (0, 9)])
 
 
 # ---- log-probabilities
