@@ -49,7 +49,8 @@ class WorkerProcess:
         self.log_path = directory / f"{id}.log"
         command = [*prefix, sys.executable, "-m", f"services.{role}", "--id", id]
         for name, value in flags.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+            flag = f"--{name.replace('_', '-')}"
+            command += [flag] if value is True else [flag, str(value)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(mark or {})}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(

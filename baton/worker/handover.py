@@ -27,6 +27,8 @@ from baton.worker.context import WorkerContext, remaining_s
 CONNECT_S = 1.0
 SILENCE_S = 1.5
 """How long a Run may say nothing before Done: a prefill whose engine moves says so two times a second."""
+ACCEPT_RESUMED_S = 0.5
+"""How long a prefill may take to accept a resumed output, whose client stands still: one that lives does so at once."""
 PAIR_S = 5.0
 READ_BASE_S = 2.0
 READ_BYTES_S = 50e6
@@ -84,7 +86,7 @@ class Handover:
             ) from None
 
     async def _accept(self, call: grpc.aio.UnaryStreamCall[pb.RunRequest, pb.RunEvent]) -> kv_pb2.Peer:
-        event = await self._next(call, SILENCE_S)
+        event = await self._next(call, ACCEPT_RESUMED_S if self._attempt.request.emitted_ids else SILENCE_S)
         if not event.HasField("accepted"):
             raise BatonError(Reason.PREFILL_UNAVAILABLE, f"{self.target.id} did not begin with Accepted")
         self._accepted = True

@@ -22,6 +22,8 @@ from services.frontend.metrics import FrontendMetrics
 from services.frontend.session import Session
 
 ROUTE_TIMEOUT_S = 1.0
+HEDGE_S = 0.2
+"""A router answers in a millisecond: when one says nothing for so long, the next is asked as well."""
 AVOID_S = 2.0
 """A router that failed is asked last for so long."""
 REPORT_EVERY_S = 0.25
@@ -61,23 +63,49 @@ class RouterClient:
         When no router answers, the request is placed on the least busy worker that is connected (not under strict
         fallback): worse placed is better than refused.
         """
-        for id, router in self._order():
-            remaining = request.deadline - time.time()
-            if remaining <= 0:
-                raise BatonError(Reason.DEADLINE_EXCEEDED, "The request ran out of time while it was being placed.")
-            stub = self._stub(router)
-            try:
-                reply = await stub.Route(request, timeout=min(ROUTE_TIMEOUT_S, remaining))
-            except grpc.aio.AioRpcError as error:
-                self._failed(id, from_rpc(error, Reason.ROUTER_UNAVAILABLE))
-                continue
-            self._current = id
-            self._failed_at.pop(id, None)
-            self.answered = True
-            if reply.HasField("failure"):
-                raise from_failure(reply.failure)
-            return reply.plan
-        return self._own_choice(request)
+        asked: dict[asyncio.Future[router_pb2.RouteReply], str] = {}
+        try:
+            for id, router in self._order():
+                remaining = request.deadline - time.time()
+                if remaining <= 0:
+                    raise BatonError(Reason.DEADLINE_EXCEEDED, "The request ran out of time while it was being placed.")
+                call = self._stub(router).Route(request, timeout=min(ROUTE_TIMEOUT_S, remaining))
+                asked[asyncio.ensure_future(call)] = id
+                reply = await self._first_answer(asked, HEDGE_S)
+                if reply is not None:
+                    break
+            else:
+                reply = await self._first_answer(asked, None)
+        finally:
+            for late in asked:
+                late.cancel()
+        if reply is None:
+            return self._own_choice(request)
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        return reply.plan
+
+    async def _first_answer(
+        self, asked: dict[asyncio.Future[router_pb2.RouteReply], str], within_s: float | None
+    ) -> router_pb2.RouteReply | None:
+        """An answer of those asked; None when one of them failed (it is asked no more), or none came in time.
+        `within_s` is None: the calls' own deadlines count, and None comes when all have failed."""
+        while asked:
+            done, _ = await asyncio.wait(asked, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            for call in done:
+                id = asked.pop(call)
+                try:
+                    reply = call.result()
+                except grpc.aio.AioRpcError as error:
+                    self._failed(id, from_rpc(error, Reason.ROUTER_UNAVAILABLE))
+                    continue
+                self._current = id
+                self._failed_at.pop(id, None)
+                self.answered = True
+                return reply
+            if within_s is not None:
+                break
+        return None
 
     def report(self, outcome: router_pb2.Outcome) -> None:
         """Tell the routers, soon and in a batch; when they cannot keep up the oldest outcome is dropped and counted."""

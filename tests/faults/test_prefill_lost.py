@@ -11,6 +11,7 @@ from baton.v1 import worker_pb2 as pb
 from tests.faults.conftest import Fleet, Oracle
 from tests.faults.fleet import counted, empty, handed_over, prompt
 from tests.integration.stack import SERVED
+from tests.scripted_prefill import ScriptedPrefill, Write, hold
 from tests.worker_process import HANG_S, WorkerProcess, frontend, integrity
 
 pytestmark = pytest.mark.integration
@@ -45,4 +46,29 @@ async def test_prefill_is_killed(
     reasons = {reason for r in results if r.route is not None for reason in r.route.reasons[1:]}
     assert reasons & {"KV_LEASE_LOST", "PREFILL_UNAVAILABLE", "KV_TRANSFER_FAILED"}, "the kill came too late"
     assert refused.failure in ("KV_LEASE_LOST", "PREFILL_UNAVAILABLE", "KV_TRANSFER_FAILED")
+    await empty(fleet.decode, fleet.alternate)
+
+
+async def test_a_prefill_that_does_not_accept_holds_up_no_resume(
+    fleet: Fleet, scripted: ScriptedPrefill, greedy: Oracle
+) -> None:
+    async def silent(request: pb.RunRequest, write: Write) -> None:
+        await hold()
+
+    scripted.script = silent
+    ids = prompt(300, "silent")
+    whole = greedy(ids, 12)
+    async with frontend(fleet.decode) as decode, asyncio.timeout(HANG_S):
+        resumed = decode.attempt("silent", ids, attempt=2, emitted=whole[:5], max_tokens=12)
+        reply = await decode.submit(resumed, handed_over(scripted, fleet.alternate))
+        assert not reply.HasField("failure"), reply.failure
+        tokens: list[int] = []
+        async for event in decode.events("silent", attempt=2):
+            assert event.offset == 5 + len(tokens)
+            tokens += event.tokens.ids
+            if event.finish:
+                break
+    assert tokens == whole[5:]
+    assert list(event.route.reasons) == ["DISAGGREGATED", "PREFILL_UNAVAILABLE", "ALTERNATE_PREFILL"]
+    assert "said nothing for 0.5 s" in fleet.decode.log()
     await empty(fleet.decode, fleet.alternate)

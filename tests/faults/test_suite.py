@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from tests.faults.suite.requests import Reference, Step, Verdict, is_prefix, judge
-from tests.faults.suite.schedule import Kind, Menu, schedule
+from tests.faults.suite.inject import Done
+from tests.faults.suite.load import Stream
+from tests.faults.suite.moves import moves
+from tests.faults.suite.report import pauses
+from tests.faults.suite.requests import Ask, Reference, Step, Verdict, is_prefix, judge
+from tests.faults.suite.schedule import Fault, Kind, Menu, schedule
 
 MENU = Menu(
     targets={Kind.KILL: ["a", "b"], Kind.STOP: ["c"], Kind.COMPACT: ["etcd"]},
@@ -64,6 +70,60 @@ def test_only_a_departure_at_a_tie_is_a_tie() -> None:
 def test_a_cut_answer_is_a_beginning() -> None:
     assert is_prefix(ANSWER, ["abc"])
     assert not is_prefix(ANSWER, ["abd"])
+
+
+def test_a_pause_belongs_to_the_fault_of_the_worker_that_was_lost(tmp_path: Path) -> None:
+    def done(number: int, kind: Kind, target: str, began: float, ended: float) -> Done:
+        return Done(Fault(number, 0.0, kind, target, 0.0), [target], began, ended)
+
+    def stream(uid: str, *times: float) -> Stream:
+        return Stream(Ask("x", {}), 0.0, None, "", 0, 0, True, uid, 60, times)
+
+    now = time.monotonic()
+    faults = [
+        done(0, Kind.STOP, "d1", now + 1.0, now + 3.0),
+        done(1, Kind.KILL, "d2", now + 31.4, now + 35.0),
+        done(2, Kind.KILL, "d1", now + 20.0, now + 22.0),
+        done(3, Kind.KILL, "d1", now + 50.0, now + 52.0),
+        done(4, Kind.STOP, "router", now + 49.5, now + 52.0),
+        done(5, Kind.STOP, "frontend-2", now + 31.4, now + 35.0),
+    ]
+    log = tmp_path / "frontend.log"
+    lines = [("a", 2.0, "d1"), ("b", 50.1, "d1"), ("c", 31.42, "d2"), ("d", 10.0, "d1")]
+    log.write_text(
+        "not JSON\n"
+        + "".join(
+            json.dumps(
+                {
+                    "event": "output moves",
+                    "uid": uid,
+                    "lost": lost,
+                    "error": "gone",
+                    "id": "frontend-1",
+                    "timestamp": _iso(now + at),
+                }
+            )
+            + "\n"
+            for uid, at, lost in lines
+        )
+    )
+    streams = [
+        stream("a", now, now + 0.9, now + 2.5),
+        stream("b", now + 49.9, now + 51.3),
+        stream("c", now + 31.3, now + 31.4, now + 31.9, now + 36.0),  # nothing moved it in its second gap
+        stream("d", now + 9.9, now + 10.4),
+    ]
+    found = pauses(faults, streams, moves([log]), prefill_tok_s=1000.0)
+    work = [0.062, 0.061, 0.062, 0.061]  # prompt and tokens so far, at 1000 tokens a second
+    assert [pause.way for pause in found] == ["stop", "several", "kill", "none"]
+    assert [pause.work_s for pause in found] == pytest.approx(work)
+    gaps = [pause.seconds + pause.work_s for pause in found]
+    assert gaps == pytest.approx([1.6, 1.4, 0.5, 0.5], abs=1e-3)
+    assert "lost again" in str(found[1])
+
+
+def _iso(monotonic: float) -> str:
+    return datetime.fromtimestamp(monotonic - time.monotonic() + time.time(), tz=UTC).isoformat()
 
 
 @pytest.mark.slow

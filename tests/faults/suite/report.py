@@ -17,9 +17,14 @@ from tests.faults.suite.requests import Verdict
 from tests.faults.suite.schedule import NETWORK, Kind
 
 GAP_S = 0.05
+SHOWN = 3
+"""Pauses shown one by one: the longest after each way to break a worker."""
 AFTER_S = 3.0
 """A worker that was broken until so long ago may be lost because of it still: a backlog, an old epoch."""
-_SLOWEST = ("network", "stop", "drain", "kill", "none")
+UNKNOWN_S = 2.0
+"""A fault is known to all after so long."""
+_NEVER_NEEDED = ("etcd", "kvstore", "frontend")
+_WAYS = ("network", "stop", "drain", "kill", "several", "none")
 _AFTER = {
     Kind.KILL: "kill",
     Kind.RESTART: "kill",
@@ -28,6 +33,20 @@ _AFTER = {
     Kind.TERM: "drain",
     **dict.fromkeys(NETWORK, "network"),
 }
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A stream stood still for `seconds`, and for `work_s` more while it was prefilled, because of its `moves`."""
+
+    way: str
+    seconds: float
+    work_s: float
+    moves: Sequence[Move]
+
+    def __str__(self) -> str:
+        moves = "; ".join(map(str, self.moves))
+        return f"{self.seconds:.2f} s after {self.way}, and {self.work_s:.2f} s of prefill: {moves}"
 
 
 @dataclass
@@ -39,7 +58,7 @@ class Part:
     streams: list[Stream] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     cut_texts_wrong: int = 0
-    pauses: dict[str, list[float]] = field(default_factory=dict)
+    pauses: list[Pause] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def count(self, verdict: Verdict) -> int:
@@ -49,6 +68,10 @@ class Part:
     def amount(self, verdict: Verdict) -> int:
         """Tokens lost or doubled."""
         return sum(s.judgement.amount for s in self.streams if s.judgement and s.judgement.verdict is verdict)
+
+    def paused(self, way: str) -> list[float]:
+        """Seconds of its pauses after that."""
+        return [pause.seconds for pause in self.pauses if pause.way == way]
 
     @property
     def failed(self) -> list[Stream]:
@@ -64,22 +87,23 @@ class Part:
 
 def pauses(
     faults: Sequence[Done], streams: Iterable[Stream], moves: Mapping[str, Sequence[Move]], prefill_tok_s: float
-) -> dict[str, list[float]]:
-    """Seconds that streams stood still because they lost their worker, by what had been done to that worker.
+) -> list[Pause]:
+    """The times that streams stood still because they lost their worker, by what had been done to that worker.
 
-    `moves` are theirs by uid, from the frontends' logs. A gap with several moves counts under the slowest way to lose a
-    worker among them; "none" is a worker that nothing had been done to. The predicted prefill of what was resumed
-    (prompt and tokens so far) is taken off: it is work, not waiting.
+    `moves` are theirs by uid, from the frontends' logs. "none" is a worker that nothing had been done to, "several" a
+    gap that met another fault as well: of the next worker, or of a process that a stream on the way to it may need. The
+    predicted prefill of what was resumed (prompt and tokens so far) is taken off: it is work, not waiting.
     """
-    found: dict[str, list[float]] = {}
+    found = []
     for stream in streams:
         for emitted, (before, after) in enumerate(pairwise(stream.times), start=1):
             inside = [move for move in moves.get(stream.uid, ()) if before <= move.at <= after]
             if not inside or after - before < GAP_S:
                 continue
-            way = min((_way(move, faults) for move in inside), key=_SLOWEST.index)
+            ways = {_way(move, faults) for move in inside}
+            way = ways.pop() if len(ways) == 1 and not _others(inside, faults, before, after) else "several"
             work = (stream.prompt_tokens + emitted) / prefill_tok_s
-            found.setdefault(way, []).append(max(0.0, after - before - work))
+            found.append(Pause(way, max(0.0, after - before - work), work, inside))
     return found
 
 
@@ -87,6 +111,26 @@ def _way(move: Move, faults: Sequence[Done]) -> str:
     """What was done last to the worker that `move` lost, if it had not long been undone."""
     theirs = [d for d in faults if move.lost in d.places and d.began <= move.at <= d.ended + AFTER_S]
     return _AFTER.get(theirs[-1].fault.kind, "none") if theirs else "none"
+
+
+def _others(inside: Sequence[Move], faults: Sequence[Done], before: float, after: float) -> bool:
+    """Whether something else that the stream may have needed broke at a time when nobody could know it yet."""
+    theirs = {inside[0].frontend, *(move.lost for move in inside)}
+    for done in faults:
+        new = before - UNKNOWN_S <= done.began <= after and done.fault.kind in _AFTER
+        own = done.fault.target == inside[0].frontend
+        needed = own or not ({*done.places} <= theirs or done.fault.target.startswith(_NEVER_NEEDED))
+        if new and needed:
+            return True
+    return False
+
+
+def _slowest(part: Part) -> list[Pause]:
+    shown: list[Pause] = []
+    for way in _WAYS:
+        theirs = [pause for pause in part.pauses if pause.way == way]
+        shown += sorted(theirs, key=lambda pause: -pause.seconds)[:SHOWN]
+    return shown
 
 
 def p99(values: Sequence[float]) -> float:
@@ -97,10 +141,8 @@ def p99(values: Sequence[float]) -> float:
 
 def summary(parts: Sequence[Part]) -> dict[str, object]:
     """The whole suite."""
-    pauses: dict[str, list[float]] = {}
-    for part in parts:
-        for way, values in part.pauses.items():
-            pauses.setdefault(way, []).extend(values)
+    ways = sorted({pause.way for part in parts for pause in part.pauses})
+    pauses = {way: [seconds for part in parts for seconds in part.paused(way)] for way in ways}
     return {
         "faults": sum(len(part.faults) for part in parts),
         "streams": sum(len(part.streams) for part in parts),
@@ -111,8 +153,8 @@ def summary(parts: Sequence[Part]) -> dict[str, object]:
         "failed_requests": sum(len(part.failed) for part in parts),
         "near_ties": sum(part.count(Verdict.NEAR_TIE) for part in parts),
         "pause_p99_s": round(p99(pauses.get("kill", [])), 3),
-        "pause_p99_s_after": {way: round(p99(values), 3) for way, values in sorted(pauses.items())},
-        "pauses": {way: len(values) for way, values in sorted(pauses.items())},
+        "pause_p99_s_after": {way: round(p99(values), 3) for way, values in pauses.items()},
+        "pauses": {way: len(values) for way, values in pauses.items()},
         "resumed": sum(s.resumed for part in parts for s in part.streams),
         "refused": sum(s.refused for part in parts for s in part.streams),
         "retried": sum(s.retried for part in parts for s in part.streams),
@@ -150,8 +192,8 @@ def show(console: Console, parts: Sequence[Part]) -> None:
     }
     for title, count in rows.items():
         table.add_row(title, *(str(count(part)) for part in parts))
-    for way in sorted({way for part in parts for way in part.pauses}):
-        values = [part.pauses.get(way, []) for part in parts]
+    for way in sorted({pause.way for part in parts for pause in part.pauses}):
+        values = [part.paused(way) for part in parts]
         table.add_row(f"pause p99 after {way}, s", *(f"{p99(v):.2f} of {len(v)}" if v else "" for v in values))
     console.print(table)
     for part in parts:
@@ -162,5 +204,5 @@ def show(console: Console, parts: Sequence[Part]) -> None:
             verdict = stream.judgement
             text = f"{part.name}: {stream.ask.name}: {verdict.verdict}: {verdict.detail}"
             console.print(text, style="red", markup=False)
-        for line in (*part.findings, *part.notes):
-            console.print(f"{part.name}: {line}", markup=False)
+        for line in (*part.findings, *part.notes, *_slowest(part)):
+            console.print(f"{part.name}: {line}", markup=False, highlight=False)

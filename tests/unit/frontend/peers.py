@@ -173,6 +173,8 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         self.requests: list[router_pb2.RouteRequest] = []
         self.outcomes: list[router_pb2.Outcome] = []
         self.refusal: BatonError | None = None
+        self.silent = False
+        self.cancelled = 0
         self.prefill = ""
         self.address = ""
         self._server: grpc.aio.Server | None = None
@@ -190,6 +192,11 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteReply:
         self.requests.append(request)
+        if self.silent:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled += 1
         if self.refusal is not None:
             return router_pb2.RouteReply(failure=failure(self.refusal))
         for worker in self.workers:

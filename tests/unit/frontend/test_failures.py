@@ -13,7 +13,7 @@ import pytest
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from baton.v1 import registry_pb2, worker_pb2
-from tests.unit.frontend.peers import HANG_S, Attempt, Script, ScriptedWorker, Stack, running, until
+from tests.unit.frontend.peers import HANG_S, Attempt, Script, ScriptedRouter, ScriptedWorker, Stack, running, until
 
 EOS = 2
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -341,6 +341,31 @@ async def test_another_router_is_asked_and_without_any_the_frontend_chooses(mode
         assert text == TEXT
         assert story["reasons"] == ["MERGED_FALLBACK"]
         assert stack.count("own_choices") == 1
+
+
+async def test_a_silent_router_is_not_waited_for(model: Model) -> None:
+    async with running(model, ScriptedWorker("a", says(model)), ScriptedWorker("b", says(model))) as stack:
+        other = ScriptedRouter(stack.workers)
+        await other.start()
+        try:
+            stack.router_view._items["router-0"] = registry_pb2.Router(id="router-0", address=other.address)
+            other.silent = True
+            for number in range(3):
+                text, story = await stream_text(stack)
+                assert (text, story["worker"], len(stack.router.requests)) == (TEXT, "a", number + 1)
+            # The one that answered is asked first, and falls silent.
+            stack.router.silent, other.silent = True, False
+            before = len(other.requests)
+            for number in range(3):
+                text, story = await stream_text(stack)
+                assert (text, story["worker"], len(other.requests)) == (TEXT, "a", before + number + 1)
+            await until(lambda: (len(stack.router.requests), stack.router.cancelled) == (4, 1))
+            # Nobody answers: their deadlines, then a choice of our own.
+            stack.router.silent = other.silent = True
+            text, story = await stream_text(stack)
+            assert (text, story["reasons"]) == (TEXT, ["MERGED_FALLBACK"])
+        finally:
+            await other.stop()
 
 
 async def test_strict_without_a_router_is_refused(model: Model) -> None:
