@@ -59,8 +59,7 @@ class Handover:
         stub: worker_pb2_grpc.PrefillServiceAsyncStub = worker_pb2_grpc.PrefillServiceStub(channel)
         call = stub.Run(self._run_request(), timeout=remaining_s(self._attempt.request.deadline))
         try:
-            await self._pair(await self._accept(call))
-            return await self._transfer(call)
+            return await self._transfer(call, await self._accept(call))
         except grpc.aio.AioRpcError as error:
             lost = Reason.KV_LEASE_LOST if self._accepted else Reason.PREFILL_UNAVAILABLE
             raise from_rpc(error, lost) from error
@@ -97,10 +96,13 @@ class Handover:
         choice = await self._context.transports.pair(peer_from_pb(peer), time.monotonic() + PAIR_S)
         self._attempt.route.transport = choice.transport
 
-    async def _transfer(self, call: grpc.aio.UnaryStreamCall[pb.RunRequest, pb.RunEvent]) -> Sequence[FirstToken]:
-        """Receive and load side by side. Loading ends the transfer; so does a first token that ends every choice."""
+    async def _transfer(
+        self, call: grpc.aio.UnaryStreamCall[pb.RunRequest, pb.RunEvent], peer: kv_pb2.Peer
+    ) -> Sequence[FirstToken]:
+        """Receive and load side by side. Loading ends the transfer; so does a first token that ends every choice, or
+        a run that falls silent: pairing with a process that has stopped would take until its own deadline."""
         receive = asyncio.create_task(self._receive(call), name="handover receive")
-        load = asyncio.create_task(self._load(), name="handover load")
+        load = asyncio.create_task(self._load(peer), name="handover load")
         try:
             await asyncio.wait((receive, load), return_when=asyncio.FIRST_COMPLETED)
             await (load if load.done() else receive)
@@ -158,8 +160,9 @@ class Handover:
             raise failed
         return event
 
-    async def _load(self) -> None:
+    async def _load(self, peer: kv_pb2.Peer) -> None:
         """Load what is announced, in prompt order, until the whole prompt is here and the first tokens are known."""
+        await self._pair(peer)
         ended = False
         while not ended or self._reservation.cached_tokens < self._attempt.tokens:
             announced = None if ended else await self._blocks.get()

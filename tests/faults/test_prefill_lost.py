@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -71,4 +72,30 @@ async def test_a_prefill_that_does_not_accept_holds_up_no_resume(
     assert tokens == whole[5:]
     assert list(event.route.reasons) == ["DISAGGREGATED", "PREFILL_UNAVAILABLE", "ALTERNATE_PREFILL"]
     assert "said nothing for 0.5 s" in fleet.decode.log()
+    await empty(fleet.decode, fleet.alternate)
+
+
+async def test_a_prefill_that_stops_after_accepting_is_left_before_pairing_gives_up(
+    fleet: Fleet, scripted: ScriptedPrefill, greedy: Oracle
+) -> None:
+    """It is there for gRPC's sake only: the peer that it names never answers."""
+
+    async def accepts(request: pb.RunRequest, write: Write) -> None:
+        accepted = scripted.accepted()
+        accepted.accepted.peer.metadata["tcp"] = deaf
+        await write(accepted)
+        await hold()
+
+    scripted.script = accepts
+    ids = prompt(300, "stops after accepting")
+    with socket.socket() as listener:  # connections wait in its queue for ever
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        deaf = f"127.0.0.1:{listener.getsockname()[1]}".encode()
+        async with frontend(fleet.decode) as decode, asyncio.timeout(HANG_S):
+            result = await decode.run("accepts", ids, handed_over(scripted, fleet.alternate), max_tokens=6)
+    assert result.tokens == {0: greedy(ids, 6)}
+    assert result.route is not None
+    assert list(result.route.reasons) == ["DISAGGREGATED", "PREFILL_UNAVAILABLE", "ALTERNATE_PREFILL"]
+    assert "said nothing for 1.5 s" in fleet.decode.log()
     await empty(fleet.decode, fleet.alternate)

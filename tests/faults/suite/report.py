@@ -21,8 +21,8 @@ SHOWN = 3
 """Pauses shown one by one: the longest after each way to break a worker."""
 AFTER_S = 3.0
 """A worker that was broken until so long ago may be lost because of it still: a backlog, an old epoch."""
-UNKNOWN_S = 2.0
-"""A fault is known to all after so long."""
+KNOWN_S = {"kill": 0.3, "drain": 0.3, "stop": 2.0, "network": 2.0}
+"""Everybody knows of such a fault after so long."""
 _NEVER_NEEDED = ("etcd", "kvstore", "frontend")
 _WAYS = ("network", "stop", "drain", "kill", "several", "none")
 _AFTER = {
@@ -117,7 +117,8 @@ def _others(inside: Sequence[Move], faults: Sequence[Done], before: float, after
     """Whether something else that the stream may have needed broke at a time when nobody could know it yet."""
     theirs = {inside[0].frontend, *(move.lost for move in inside)}
     for done in faults:
-        new = before - UNKNOWN_S <= done.began <= after and done.fault.kind in _AFTER
+        unknown_s = KNOWN_S.get(_AFTER.get(done.fault.kind, ""), 0.0)
+        new = unknown_s > 0 and before - unknown_s <= done.began <= after
         own = done.fault.target == inside[0].frontend
         needed = own or not ({*done.places} <= theirs or done.fault.target.startswith(_NEVER_NEEDED))
         if new and needed:
