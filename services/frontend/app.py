@@ -43,6 +43,9 @@ def create_app(frontend: Frontend) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await _complete(request, frontend, chat=False)
 
+    async def explain(request: Request) -> Response:
+        return await _explain(request, frontend)
+
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [frontend.model_object()]})
 
@@ -65,6 +68,7 @@ def create_app(frontend: Frontend) -> FastAPI:
 
     app.add_route("/v1/chat/completions", chat, ["POST"])
     app.add_route("/v1/completions", completions, ["POST"])
+    app.add_route("/v1/baton/explain", explain, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{model:path}", model, ["GET"])
     app.add_route("/health", health, ["GET"])
@@ -80,17 +84,7 @@ def create_app(frontend: Frontend) -> FastAPI:
 
 async def _complete(request: Request, frontend: Frontend, *, chat: bool) -> Response:
     endpoint = request.url.path.removeprefix("/v1/")
-    entered: Pass | None = None
-    try:
-        entered = frontend.gate.enter()
-        _check_media_type(request)
-        body = await _read_body(request, frontend, entered)
-    except BaseException as error:
-        if entered is not None:
-            entered.leave()
-        if isinstance(error, BatonError):
-            frontend.metrics.requests.labels(endpoint, error.reason.name.lower()).inc()
-        raise
+    entered, body = await _receive(request, frontend, endpoint)
     uid = secrets.token_hex(12)
 
     async def prepare() -> Prepared:
@@ -103,6 +97,36 @@ async def _complete(request: Request, frontend: Frontend, *, chat: bool) -> Resp
     return CompletionResponse(
         Job(uid, endpoint, prepare, entered.leave), frontend.metrics, frontend.requests, frontend.client_stall_s
     )
+
+
+async def _explain(request: Request, frontend: Frontend) -> Response:
+    endpoint = request.url.path.removeprefix("/v1/")
+    entered, body = await _receive(request, frontend, endpoint)
+    outcome = "ok"
+    try:
+        return _json(await frontend.explain(body, secrets.token_hex(12)))
+    except BatonError as error:
+        outcome = error.reason.name.lower()
+        raise
+    finally:
+        entered.leave()
+        frontend.metrics.requests.labels(endpoint, outcome).inc()
+
+
+async def _receive(request: Request, frontend: Frontend, endpoint: str) -> tuple[Pass, bytearray]:
+    """Let a request in and take its body. What is returned is to be left; nothing is held after a raise."""
+    entered: Pass | None = None
+    try:
+        entered = frontend.gate.enter()
+        _check_media_type(request)
+        body = await _read_body(request, frontend, entered)
+    except BaseException as error:
+        if entered is not None:
+            entered.leave()
+        if isinstance(error, BatonError):
+            frontend.metrics.requests.labels(endpoint, error.reason.name.lower()).inc()
+        raise
+    return entered, body
 
 
 def _check_media_type(request: Request) -> None:

@@ -21,10 +21,11 @@ from services.frontend.schema import Options, model_of, parse_chat, parse_comple
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for. `echo`: completions only."""
+    """What a client asks for. `chat`: by messages; `echo`: completions only."""
 
     options: Options
     prompts: tuple[Prompt, ...]
+    chat: bool
     echo: bool = False
 
 
@@ -36,22 +37,26 @@ class Reading:
         self._name = model.name
         self._vocab_size = model.tokenizer.vocab_size
 
-    def read(self, body: bytes | bytearray, *, chat: bool, limit: int) -> Asked:
-        """The request in `body`; `limit`: tokens of the context. Raises BatonError with what is wrong with it."""
+    def read(self, body: bytes | bytearray, *, chat: bool | None, limit: int) -> Asked:
+        """The request in `body`. `chat` None: it is one if it has messages; `limit`: tokens of the context.
+
+        Raises BatonError with what is wrong with it.
+        """
         raw = parse_json(body)
         check_model(model_of(raw), self._name)
+        chat = "messages" in raw if chat is None else chat
         return self._chat(raw, limit) if chat else self._completion(raw, limit)
 
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body = parse_chat(raw, self._vocab_size)
-        return Asked(body.options, (self.prompts.chat(body.messages, body.variables, limit),))
+        return Asked(body.options, (self.prompts.chat(body.messages, body.variables, limit),), chat=True)
 
     def _completion(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body, make = parse_completion(raw, self._vocab_size), self.prompts
         prompts = (
             make.text(given, limit) if isinstance(given, str) else make.ids(given, limit) for given in body.prompts
         )
-        return Asked(body.options, tuple(prompts), body.echo)
+        return Asked(body.options, tuple(prompts), chat=False, echo=body.echo)
 
 
 def check_model(name: str, ours: str) -> None:
@@ -72,6 +77,7 @@ class _Prompt(msgspec.Struct, array_like=True):
 class _Asked(msgspec.Struct, array_like=True, tag=True):
     options: Options
     prompts: list[_Prompt]
+    chat: bool
     echo: bool
 
 
@@ -90,7 +96,7 @@ def pack(answer: Asked | BatonError) -> bytes:
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
     prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text) for p in answer.prompts]
-    return _encode(_Asked(answer.options, prompts, answer.echo))
+    return _encode(_Asked(answer.options, prompts, answer.chat, answer.echo))
 
 
 def unpack(data: bytes) -> Asked:
@@ -98,7 +104,7 @@ def unpack(data: bytes) -> Asked:
     answer = _decode(data)
     if isinstance(answer, _Refused):
         raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param)
-    return Asked(answer.options, tuple(_unpacked(prompt) for prompt in answer.prompts), answer.echo)
+    return Asked(answer.options, tuple(_unpacked(prompt) for prompt in answer.prompts), answer.chat, answer.echo)
 
 
 def _unpacked(prompt: _Prompt) -> Prompt:

@@ -13,11 +13,12 @@ from services.frontend.asked import Asked
 from services.frontend.call import Ask, Call
 from services.frontend.chunks import ChatFormat, Format, TextFormat
 from services.frontend.drain import Requests
+from services.frontend.explain import explain
 from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import BodyReader
 from services.frontend.ready import Readiness
-from services.frontend.request import Backend
+from services.frontend.request import Backend, Work
 from services.frontend.respond import Prepared
 from services.frontend.sampling import make_sampling, output_budget
 from services.frontend.schema import Options
@@ -59,22 +60,37 @@ class Frontend:
     async def prepare(self, body: bytes | bytearray, uid: str, *, chat: bool) -> Prepared:
         """Read a body and make of it what can be started. Raises BatonError when it is not right, or not in time."""
         begun = time.time()
+        asked, asks = await self._read(body, chat)
+        call = self._call(uid, asks, asked.options, begun)
+        format = self._format(asked, self._head(uid, begun))
+        return Prepared(call, format, asked.options.stream, asked.options.include_usage)
+
+    async def explain(self, body: bytes | bytearray, uid: str) -> dict[str, Any]:
+        """Read the body of a chat or of a completion, and say where it would run. Raises BatonError."""
+        begun = time.time()
+        asked, asks = await self._read(body, None)
+        if len(asks) > 1:
+            raise BatonError(Reason.INVALID_REQUEST, "One prompt at a time can be explained.", param="prompt")
+        (ask,) = asks
+        deadline = begun + self.request_timeout_s
+        work = Work(uid, ask.prompt, ask.sampling, asked.options.n, deadline, ask.merged_only)
+        return await explain(self.backend, work)
+
+    async def _read(self, body: bytes | bytearray, chat: bool | None) -> tuple[Asked, list[Ask]]:
         limit = self.context_length()
         try:
             async with asyncio.timeout(self.request_timeout_s):
                 asked = await self.bodies.read(body, chat=chat, limit=limit)
         except TimeoutError:
             raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None
-        call = self._call(uid, self._asks(asked, limit, chat), asked.options, begun)
-        format = self._format(asked, self._head(uid, begun), chat)
-        return Prepared(call, format, asked.options.stream, asked.options.include_usage)
+        return asked, self._asks(asked, limit)
 
-    def _asks(self, asked: Asked, limit: int, chat: bool) -> list[Ask]:
+    def _asks(self, asked: Asked, limit: int) -> list[Ask]:
         options, defaults = asked.options, self.model.generation
         prompt_logprobs = asked.echo and options.logprobs is not None
         asks = []
         for prompt in asked.prompts:
-            if chat:
+            if asked.chat:
                 budget = output_budget(options, len(prompt.ids), limit, None, "messages")
             else:
                 budget = output_budget(options, len(prompt.ids), limit, COMPLETION_TOKENS, "prompt")
@@ -82,9 +98,9 @@ class Frontend:
             asks.append(Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs))
         return asks
 
-    def _format(self, asked: Asked, head: tuple[str, int, str, str], chat: bool) -> Format:
+    def _format(self, asked: Asked, head: tuple[str, int, str, str]) -> Format:
         options, tokenizer = asked.options, self.model.tokenizer
-        if chat:
+        if asked.chat:
             return ChatFormat(
                 *head,
                 tokenizer=tokenizer,

@@ -44,11 +44,11 @@ def _serve(connection: socket.socket, reading: Reading) -> None:
         body = stream.read(size)
         if len(body) < size:
             return
-        answer = _read(reading, body, chat, limit)
+        answer = _read(reading, body, None if chat < 0 else bool(chat), limit)
         connection.sendall(ANSWER.pack(len(answer)) + answer)
 
 
-def _read(reading: Reading, body: bytes, chat: bool, limit: int) -> bytes:
+def _read(reading: Reading, body: bytes, chat: bool | None, limit: int) -> bytes:
     try:
         return pack(reading.read(body, chat=chat, limit=limit))
     except BatonError as error:

@@ -32,8 +32,8 @@ START_S = 60.0
 READ_S = 30.0
 """The longest that a large body may take to be read."""
 SLICE_BYTES = 1 << 20
-ASK = struct.Struct("<?QQ")
-"""Chat or not, the context's tokens, bytes of the body that follows."""
+ASK = struct.Struct("<bQQ")
+"""Chat (1), not (0) or as the body says (-1); the context's tokens; bytes of the body that follows."""
 ANSWER = struct.Struct("<Q")
 """Bytes of the answer that follows."""
 
@@ -50,7 +50,7 @@ class BodyReader:
         self._process = _Process(model)
         self._waiting = dict.fromkeys(MAX_WAITING, 0)
 
-    async def read(self, body: bytes | bytearray, *, chat: bool, limit: int) -> Asked:
+    async def read(self, body: bytes | bytearray, *, chat: bool | None, limit: int) -> Asked:
         """See `Reading.read`. Raises BatonError, NO_CAPACITY when too many bodies wait included."""
         where = "thread" if len(body) < LARGE_BYTES else "process"
         if self._waiting[where] >= MAX_WAITING[where]:
@@ -81,7 +81,7 @@ class _Process:
         self._process: asyncio.subprocess.Process | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def read(self, body: bytes | bytearray, *, chat: bool, limit: int) -> Asked:
+    async def read(self, body: bytes | bytearray, *, chat: bool | None, limit: int) -> Asked:
         async with self._turn:
             for last in (False, True):
                 answered = False
@@ -102,14 +102,14 @@ class _Process:
                         await self.close()
         return unpack(answer)
 
-    async def _ask(self, body: bytes | bytearray, chat: bool, limit: int) -> bytes:
+    async def _ask(self, body: bytes | bytearray, chat: bool | None, limit: int) -> bytes:
         if self._streams is None:
             async with asyncio.timeout(START_S):
                 self._streams = await self._start()
                 await self._streams[0].readexactly(1)
         reader, writer = self._streams
         async with asyncio.timeout(READ_S):
-            writer.write(ASK.pack(chat, limit, len(body)))
+            writer.write(ASK.pack(-1 if chat is None else chat, limit, len(body)))
             for start in range(0, len(body), SLICE_BYTES):
                 writer.write(bytes(memoryview(body)[start : start + SLICE_BYTES]))
                 await writer.drain()

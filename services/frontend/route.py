@@ -107,6 +107,15 @@ class RouterClient:
                 break
         return None
 
+    async def explain(self, request: router_pb2.RouteRequest) -> router_pb2.ExplainReply:
+        """What the routers would do with it, and why. Raises BatonError(ROUTER_UNAVAILABLE)."""
+        for id, router in self._order():
+            try:
+                return await self._stub(router).Explain(request, timeout=ROUTE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                self._failed(id, from_rpc(error, Reason.ROUTER_UNAVAILABLE))
+        raise BatonError(Reason.ROUTER_UNAVAILABLE, "No router answers.")
+
     def report(self, outcome: router_pb2.Outcome) -> None:
         """Tell the routers, soon and in a batch; when they cannot keep up the oldest outcome is dropped and counted."""
         if len(self._outcomes) >= MAX_OUTCOMES:

@@ -43,7 +43,7 @@ def test_help_teaches(command: str) -> None:
         (["logs"], "no logs yet", "baton up"),
         (["logs", "router"], "no log of router", "none yet"),
         (["drain", "decode-1"], "there is no process decode-1", "none is running"),
-        (["explain", "hello"], "no router is running", "baton up"),
+        (["explain", "hello"], "no frontend is running", "baton up"),
         (["bench", "nothing-like-it"], "no benchmark nothing-like-it", "benchmarks: "),
     ],
 )

@@ -171,6 +171,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, workers: Sequence[ScriptedWorker]) -> None:
         self.workers = list(workers)
         self.requests: list[router_pb2.RouteRequest] = []
+        self.explained: list[router_pb2.RouteRequest] = []
         self.outcomes: list[router_pb2.Outcome] = []
         self.refusal: BatonError | None = None
         self.silent = False
@@ -204,6 +205,19 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
                 return router_pb2.RouteReply(plan=self._plan(worker, request))
         nobody = BatonError(Reason.DECODE_UNAVAILABLE, "nobody is left")
         return router_pb2.RouteReply(failure=failure(nobody))
+
+    async def Explain(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.ExplainReply:
+        self.explained.append(request)
+        if self.refusal is not None:
+            return router_pb2.ExplainReply(failure=failure(self.refusal))
+        found = [
+            router_pb2.Candidate(
+                mode=worker_pb2.MODE_MERGED, worker=worker.id, terms_ms={"queue": 1.5, "prefill": 20.0}, total_ms=21.5
+            )
+            for worker in self.workers
+        ]
+        found[0].chosen = True
+        return router_pb2.ExplainReply(candidates=found, plan=self._plan(self.workers[0], request))
 
     async def Report(self, request: router_pb2.ReportRequest, context: Any) -> router_pb2.ReportReply:
         self.outcomes.extend(request.outcomes)
