@@ -87,7 +87,9 @@ async def worker(role: WorkerRole, id: str, epoch: int) -> AsyncIterator[Worker]
     server = RpcServer("127.0.0.1", 0)
     role.add_services(server, serving.runs)
     port = await server.start()
-    submissions = Submissions(context, serving.sessions, serving.attempts, serving.watchers)
+    submissions = Submissions(
+        context, serving.sessions, serving.attempts, serving.watchers, serving.loader, serving.conversations
+    )
     try:
         yield Worker(context, engine, serving, submissions, f"127.0.0.1:{port}", ended)
     finally:
