@@ -35,7 +35,7 @@ OFFER_S = 2.0
 OFFER_BLOCK_S = 0.1
 """An offer's deadline is OFFER_S and so much for each block."""
 REMEMBERED = 16_384
-REMEMBER_S = 60.0
+REMEMBER_S = 10.0
 """A block that the store took is not offered again for so long: then the store learns that it is still wanted."""
 
 _log = structlog.get_logger()

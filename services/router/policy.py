@@ -22,10 +22,14 @@ from services.router.costs import (
     TransferRate,
     WorkerState,
     decode_side,
+    no_loads,
     own_cost,
     pair_cost,
+    pair_pass_s,
     prefill_side,
+    worthwhile_loads,
 )
+from services.router.stored import Load, LoadTime
 
 
 class Mode(StrEnum):
@@ -42,7 +46,8 @@ _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run the request. `terms` are seconds by name; `excluded` is why it may not be taken, or empty."""
+    """One way to run the request. `terms` are seconds by name; `excluded` is why it may not be taken, or empty.
+    `load` is what it takes from a store."""
 
     mode: Mode
     worker: WorkerState
@@ -50,6 +55,7 @@ class Candidate:
     terms: Mapping[str, float]
     cached_tokens: int
     excluded: str = ""
+    load: Load | None = None
 
     @property
     def total(self) -> float:
@@ -59,7 +65,7 @@ class Candidate:
     @property
     def ttft(self) -> float:
         """Predicted seconds to the first token: the terms that this request itself waits for."""
-        return sum(self.terms[name] for name in ("queue", "prefill", "transfer"))
+        return sum(self.terms[name] for name in ("queue", "prefill", "load", "transfer"))
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,10 @@ def candidates(
     parameters: Parameters,
     *,
     exhaustive: bool = False,
+    load_time: LoadTime = no_loads,
 ) -> list[Candidate]:
-    """Every way to run the request, costed; barred ones carry the reason in `excluded`.
+    """Every way to run the request, costed; barred ones carry the reason in `excluded`. Each with the cheapest of what
+    stores offer it, where that is cheaper than computing.
 
     Pairs grow with prefills x decodes, so only the `shortlist` best of each side and layout are paired (and as many
     barred prefills, for the reason they carry); `exhaustive` pairs all.
@@ -124,7 +132,11 @@ def candidates(
         mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
         if mode is Mode.LOCAL:
             decodes.append((worker, why))
-        found.append(Candidate(mode, worker, None, own_cost(worker, ask, parameters), ask.cached(worker), why))
+        terms, load = _cheapest(
+            lambda load, w=worker: own_cost(w, ask, parameters, load),  # type: ignore[misc]
+            worthwhile_loads(worker, ask, load_time, parameters),
+        )
+        found.append(Candidate(mode, worker, None, terms, ask.cached(worker), why, load))
     if not exhaustive:
         prefills = _shortest(prefills, lambda p: prefill_side(p, ask), ask, parameters.shortlist)
         usable = [d for d, why in decodes if not why]
@@ -137,9 +149,24 @@ def candidates(
             why = why_decode or why_prefill
             if not why and prefill.fingerprint != decode.fingerprint:
                 why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
-            terms = pair_cost(prefill, decode, ask, transfer_rate, parameters)
-            found.append(Candidate(Mode.DISAGGREGATED, decode, prefill, terms, ask.cached(prefill), why))
+            terms, load = _cheapest(
+                lambda load, p=prefill, d=decode: pair_cost(p, d, ask, transfer_rate, parameters, load),  # type: ignore[misc]
+                worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode)),
+            )
+            found.append(Candidate(Mode.DISAGGREGATED, decode, prefill, terms, ask.cached(prefill), why, load))
     return found
+
+
+def _cheapest(
+    cost: Callable[[Load | None], dict[str, float]], options: Sequence[Load]
+) -> tuple[dict[str, float], Load | None]:
+    """The terms without a load, or with the one that makes the sum the smallest."""
+    best, chosen = cost(None), None
+    for load in options:
+        terms = cost(load)
+        if sum(terms.values()) < sum(best.values()):
+            best, chosen = terms, load
+    return best, chosen
 
 
 def _shortest(

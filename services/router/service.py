@@ -15,10 +15,14 @@ from baton.rpc.errors import failure
 from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from services.router import costs, explain, policy
 from services.router.index import PrefixIndex
+from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import QUICK_TIERS, Prefetcher
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
 from services.router.speculation import Speculation
+from services.router.stored import StoredRun
+from services.router.stores import Stores
 from services.router.workers import Workers
 
 EXPECT_S = 2.0
@@ -36,6 +40,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reservations: Reservations,
         rates: Rates,
         shares: PrefillShare,
+        stores: Stores,
+        loads: LoadRates,
+        prefetcher: Prefetcher,
         parameters: costs.Parameters,
         registry: Registry,
         metrics: RouterMetrics,
@@ -47,6 +54,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._reservations = reservations
         self._rates = rates
         self._shares = shares
+        self._stores = stores
+        self._loads = loads
+        self._prefetcher = prefetcher
         self._parameters = parameters
         self._registry = registry
         self._metrics = metrics
@@ -68,6 +78,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
         self._reserve(request, choice.winner)
+        self._prefetch(request, choice.winner)
         self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
         self._metrics.route_seconds.observe(time.perf_counter() - began)
         return router_pb2.RouteReply(plan=self._plan(choice, request))
@@ -102,6 +113,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             route = outcome.route
             prefill, worker = route.prefill or outcome.prefill, route.worker or outcome.worker
             self._rates.moved(prefill, worker, route.kv_bytes, route.kv_seconds, route.transport)
+            if route.store:
+                loader = prefill if route.mode == worker_pb2.MODE_DISAGGREGATED else worker
+                self._loads.loaded(
+                    route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
+                )
             if not outcome.reason:
                 self._rates.answered(outcome.output_tokens)
         return router_pb2.ReportReply()
@@ -122,6 +138,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 indexed_blocks=self._index.held_by(known.worker.id),
                 reserved_prefill_tokens=held.prefill_tokens,
                 reserved_streams=held.streams,
+            )
+        for one in sorted(self._stores.all(), key=lambda k: k.store.id):
+            reply.stores.add(
+                store=one.store, state=self._stores.state(one), indexed_blocks=self._index.held_by(one.store.id)
             )
         return reply
 
@@ -147,33 +167,58 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         states = [self._workers.snapshot(known, now) for known in self._workers.of_model(request.model)]
         if not states:
             raise self._nobody(request.model)
+        hits, stored = self._held(request, states)
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
-            hits=self._hits(request, states),
+            hits=hits,
+            stored=() if request.merged_only else stored,
             exclude=frozenset(request.exclude),
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
         )
-        found = policy.candidates(states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive)
+        found = policy.candidates(
+            states,
+            ask,
+            self._rates.transfer,
+            self._parameters,
+            exhaustive=exhaustive,
+            load_time=lambda store, tier, worker, size: self._loads.seconds(store, tier, worker, size, now),
+        )
         choice = policy.choose(found, ask, self._parameters)
         if isinstance(choice, policy.Refusal):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _hits(self, request: router_pb2.RouteRequest, states: list[costs.WorkerState]) -> dict[str, int]:
-        """Prefix-hit tokens by worker, those that are on their way included."""
+    def _held(
+        self, request: router_pb2.RouteRequest, states: list[costs.WorkerState]
+    ) -> tuple[dict[str, int], list[StoredRun]]:
+        """Prefix-hit tokens by worker, those that are on their way included; and what stores hold."""
         hits: dict[str, int] = {}
+        stored: list[StoredRun] = []
         for size in {state.block_size for state in states}:
             keys = _physical(request.keys, size)
-            found = self._index.prefix(keys)
-            self._speculation.extend(found, keys)
-            for worker, blocks in found.items():
+            found = self._index.look_up(keys)
+            for id, tiers in found.stores.items():
+                if store := self._stores.usable(id):
+                    stored.append(StoredRun(id, store.fingerprint, size, tiers))
+            self._speculation.extend(found.workers, keys)
+            for worker, blocks in found.workers.items():
                 if self._workers.get(worker).worker.block_size == size:
                     hits[worker] = blocks * size
-        return hits
+        return hits, stored
+
+    def _prefetch(self, request: router_pb2.RouteRequest, winner: policy.Candidate) -> None:
+        """Let the store begin with what it has to bring up first."""
+        load = winner.load
+        store = self._stores.usable(load.store) if load is not None else None
+        if load is None or store is None or load.tier in QUICK_TIERS:
+            return
+        size = (winner.prefill or winner.worker).block_size
+        keys = _physical(request.keys, size)[winner.cached_tokens // size : load.tokens // size]
+        self._prefetcher.hint(store, keys, request.tenant)
 
     def _transport(self, item: policy.Candidate) -> str:
         """By which transport the pair's last hand-over went, or, before the first, by which it should."""
@@ -192,7 +237,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
-        tokens = request.prompt_tokens - winner.cached_tokens
+        tokens = request.prompt_tokens - (winner.load.tokens if winner.load else winner.cached_tokens)
         parts = {worker.id: Held(streams=1, blocks=worker.blocks_for(request.prompt_tokens))}
         if prefill is not None:
             parts[prefill.id] = Held(prefill_tokens=tokens, blocks=prefill.blocks_for(request.prompt_tokens))
@@ -200,11 +245,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             parts[worker.id].prefill_tokens = tokens
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
-        until = now + winner.terms["queue"] + winner.terms["prefill"] + EXPECT_S
+        until = now + winner.terms["queue"] + winner.terms["load"] + winner.terms["prefill"] + EXPECT_S
         self._speculation.expect(computes.id, _physical(request.keys, computes.block_size), until)
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
-        plan = explain.plan(choice, lambda id: self._workers.get(id).worker)
+        load = choice.winner.load
+        store = self._stores.usable(load.store) if load else None
+        plan = explain.plan(choice, lambda id: self._workers.get(id).worker, store)
         if request.attempt:
             plan.reasons.append(RouteReason.REROUTED.value)
         return plan

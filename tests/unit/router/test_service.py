@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,10 +14,14 @@ from prometheus_client import CollectorRegistry
 from baton.registry import Registry
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.router.costs import Parameters
+from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import Prefetcher
+from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare
 from services.router.service import RouterService
-from tests.unit.router.scripted_worker import registration
+from services.router.stores import Stores
+from tests.unit.router.scripted_worker import LAYOUT, registration
 from tests.unit.router.test_workers import DECODE, MERGED, PREFILL, Fleet
 
 NO_CONTEXT = cast("grpc.aio.ServicerContext[Any, Any]", None)
@@ -43,6 +47,9 @@ class Face(Fleet):
         super().__init__()
         self.now = 1000.0
         self.collector = CollectorRegistry()
+        self.loads = LoadRates()
+        self.hints: list[tuple[str, int]] = []
+        self.stores = Stores(self.background, self.index, self.loads, Quarantine())
         self.service = RouterService(
             self.workers,
             self.index,
@@ -50,12 +57,26 @@ class Face(Fleet):
             self.reservations,
             self.rates,
             PrefillShare(),
+            self.stores,
+            self.loads,
+            cast("Prefetcher", self),
             Parameters(),
             cast("Registry", FakeRegistry()),
             RouterMetrics(self.collector),
             clock=lambda: self.now,
         )
         self.uids = 0
+
+    def hint(self, store: registry_pb2.KvStore, keys: Sequence[bytes], tenant: str) -> None:
+        """In place of the prefetcher."""
+        self.hints.append((store.id, len(keys)))
+
+    def add_store(self, id: str, tier: str = "host", keys: Sequence[bytes] = ()) -> None:
+        """A store whose stream stands and has told of `keys`."""
+        self.stores.registered(id, registry_pb2.KvStore(id=id, epoch=7, address="127.0.0.1:1", fingerprint=LAYOUT.digest()))
+        known = next(k for k in self.stores.all() if k.store.id == id)
+        known.watched = True
+        self.index.apply(id, 7, 1, stored=keys, removed=(), cleared=True, tier=tier)
 
     def add(self, id: str, role: registry_pb2.Role.ValueType, **fields: object) -> None:
         self.workers.registered(id, registration(id, role, "127.0.0.1:1", **fields))
