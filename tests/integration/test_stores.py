@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -36,7 +33,8 @@ async def fill(stack: Stack, client: httpx.AsyncClient, prompt: str) -> Answer:
     stack.clear_caches()
     until(lambda: stack.stores()["kvstore"] == ("serving", 0), stack.stores)
     answer = await ask(client, stack.url(), prompt, TOKENS)
-    assert answer.status == 200 and not answer.error
+    assert answer.status == 200
+    assert not answer.error
     blocks = (len(prompt) + TOKENS - 1) // 32
     until(lambda: stack.stores()["kvstore"] == ("serving", blocks), stack.stores)
     stack.clear_workers()

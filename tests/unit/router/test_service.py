@@ -73,7 +73,9 @@ class Face(Fleet):
 
     def add_store(self, id: str, tier: str = "host", keys: Sequence[bytes] = ()) -> None:
         """A store whose stream stands and has told of `keys`."""
-        self.stores.registered(id, registry_pb2.KvStore(id=id, epoch=7, address="127.0.0.1:1", fingerprint=LAYOUT.digest()))
+        self.stores.registered(
+            id, registry_pb2.KvStore(id=id, epoch=7, address="127.0.0.1:1", fingerprint=LAYOUT.digest())
+        )
         known = next(k for k in self.stores.all() if k.store.id == id)
         known.watched = True
         self.index.apply(id, 7, 1, stored=keys, removed=(), cleared=True, tier=tier)
