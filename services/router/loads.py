@@ -4,8 +4,9 @@
 
 Least squares over reported loads, recent ones counting for more, beside a prior that never goes: two points of the line
 that the store tells of its tier, or of defaults. `fixed` is what the look-up, the wake-up and the verification cost
-whatever the size: it is why a short prefix is computed although its blocks are there. A load that brought nothing lets
-the pair rest: until then no plan counts on it.
+whatever the size: it is why a short prefix is computed although its blocks are there. What was learnt fades with time
+as well: a store that was once found too slow is not asked, so only time can bring it back. A load that brought nothing
+lets the pair rest: until then no plan counts on it.
 """
 
 from __future__ import annotations
@@ -19,43 +20,43 @@ DEFAULT_BYTES_S = {"device": 2e9, "host": 1e9, "nvme": 5e8}
 SLOWEST_BYTES_S = 2e8
 """Of a tier that is not known and tells nothing."""
 PRIOR_BYTES = 16 * 2**20
-PRIOR_WEIGHT = 0.25
+PRIOR_WEIGHT = 0.1
 KEPT = 0.8
 """Of the weight of older loads, each time that another one is reported."""
+HALF_LIFE_S = 20.0
+"""In which that weight halves by itself."""
 REST_S = 0.5
 REST_MOST_S = 30.0
 
 
 @dataclass
 class _Line:
-    """Weighted sums of (bytes, seconds)."""
+    """Weighted sums of (bytes, seconds), as of `time`."""
 
     n: float = 0.0
     x: float = 0.0
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    time: float = 0.0
+
+    def faded(self, now: float, kept: float = 1.0) -> _Line:
+        """The same sums with the weight that is left at `now`."""
+        f = kept * 0.5 ** (max(0.0, now - self.time) / HALF_LIFE_S)
+        return _Line(f * self.n, f * self.x, f * self.y, f * self.xx, f * self.xy, now)
 
     def add(self, bytes_: float, seconds: float, weight: float = 1.0) -> None:
+        """One more point."""
         self.n += weight
         self.x += weight * bytes_
         self.y += weight * seconds
         self.xx += weight * bytes_ * bytes_
         self.xy += weight * bytes_ * seconds
 
-    def decay(self) -> None:
-        for name in ("n", "x", "y", "xx", "xy"):
-            setattr(self, name, getattr(self, name) * KEPT)
-
-    def at(self, bytes_: float, prior: tuple[float, float]) -> float:
-        """Seconds for `bytes_`, never less than no time at all."""
-        fixed, per_byte = prior
-        sums = _Line(self.n, self.x, self.y, self.xx, self.xy)
-        for point in (0.0, PRIOR_BYTES):
-            sums.add(point, fixed + point * per_byte, PRIOR_WEIGHT)
-        slope = (sums.n * sums.xy - sums.x * sums.y) / (sums.n * sums.xx - sums.x**2)
-        slope = max(0.0, slope)
-        return max(0.0, (sums.y - slope * sums.x) / sums.n) + slope * bytes_
+    def at(self, bytes_: float) -> float:
+        """Seconds for `bytes_`, never less than no time at all. The points must be of two sizes or more."""
+        slope = max(0.0, (self.n * self.xy - self.x * self.y) / (self.n * self.xx - self.x**2))
+        return max(0.0, (self.y - slope * self.x) / self.n) + slope * bytes_
 
 
 @dataclass
@@ -89,8 +90,7 @@ class LoadRates:
             pair.failures += 1
             return
         pair.failures = 0
-        line = pair.lines.setdefault(tier, _Line())
-        line.decay()
+        line = pair.lines[tier] = pair.lines.get(tier, _Line()).faded(now, KEPT)
         line.add(bytes_, seconds)
 
     def seconds(self, store: str, tier: str, worker: str, bytes_: float, now: float) -> float:
@@ -98,8 +98,12 @@ class LoadRates:
         pair = self._pairs.get((store, worker))
         if pair is not None and now < pair.resting_until:
             return math.inf
-        line = pair.lines.get(tier) if pair is not None else None
-        return (line or _Line()).at(bytes_, self._prior(store, tier))
+        known = pair.lines.get(tier) if pair is not None else None
+        line = (known or _Line()).faded(now)
+        fixed, per_byte = self._prior(store, tier)
+        for point in (0.0, PRIOR_BYTES):
+            line.add(point, fixed + point * per_byte, PRIOR_WEIGHT)
+        return line.at(bytes_)
 
     def forget(self, id: str) -> None:
         """The store or worker is gone."""
