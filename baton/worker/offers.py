@@ -74,15 +74,18 @@ class Offers:
         """Offer for ever, one conversation after the other."""
         while True:
             queued = await self._queue.get()
-            fresh = self._unknown(queued.keys)
+            fresh = self._unknown(queued.keys, self._stores.to_offer())
             most = max(1, min(BLOCKS, int(HELD_SHARE * self._context.spec.pool_blocks)))
             for start in range(0, len(fresh), most):
                 if not await self._offer(fresh[start : start + most], queued.tenant):
                     self._dropped("given_up", len(fresh) - start - most)
                     break
 
-    def _unknown(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of `keys` that the store is not known to hold."""
+    def _unknown(self, keys: Sequence[bytes], store: registry_pb2.KvStore | None) -> list[bytes]:
+        """Those of `keys` that `store` is not known to hold; another process than the last holds nothing."""
+        if store is not None and store.epoch != self._epoch:
+            self._epoch = store.epoch
+            self._taken.clear()
         now = self._clock()
         return [key for key in keys if self._taken.get(key, 0.0) <= now]
 
@@ -92,9 +95,6 @@ class Offers:
         if store is None:
             self._dropped("no_store", len(keys))
             return False
-        if store.epoch != self._epoch:
-            self._epoch = store.epoch
-            self._taken.clear()
         stats = self._context.engine.stats()
         if stats.blocks_free < FREE_SHARE * stats.blocks_total:
             self._dropped("pool_short", len(keys))
@@ -116,7 +116,8 @@ class Offers:
         if reply.refused:
             # Which blocks they were is not told: all may come again.
             return not reply.refused.get(Reason.NO_CAPACITY.name)
-        self._remember(offered)
+        if store.epoch == self._epoch:
+            self._remember(offered)
         self._stores.answered(store.id, (self._clock() - began) / reply.stored if reply.stored else 0.0)
         return True
 

@@ -120,6 +120,7 @@ class Client:
         choices = options.pop("choices", (0,))
         emitted = options.pop("emitted", ())
         deadline_s = float(str(options.pop("deadline_s", HANG_S)))
+        tenant = str(options.pop("tenant", ""))
         attempt = pb.Attempt(
             uid=uid,
             attempt=1,
@@ -130,6 +131,7 @@ class Client:
             deadline=time.time() + deadline_s,
             choices=choices,
             model="m",
+            tenant=tenant,
         )
         await self.worker.submissions.submit(
             pb.SubmitRequest(session=self.id, attempt=attempt, plan=plan, fallback=fallback, card=CARD)
