@@ -180,3 +180,29 @@ def memory(stack: Stack) -> Path:
 
 def failed_loads(stack: Stack, reason: str) -> float:
     return sum(stack.metric(name, "baton_worker_store_loads_total", result=reason) for name in stack.workers())
+
+
+async def test_a_resume_finds_what_the_dead_worker_had_offered(stack: Stack) -> None:
+    """Its prompt, and the blocks of the output that had filled: the rest alone is computed again."""
+    prompt, tokens = "resumed " + LONG, 400
+    async with plain_client() as client:
+        stack.clear_caches()
+        await asyncio.sleep(FORGOTTEN_S)
+        undisturbed = await ask(client, stack.url(), prompt, tokens)
+        stack.clear_caches()
+        await asyncio.sleep(FORGOTTEN_S)
+        enough = asyncio.Event()
+        asking = asyncio.create_task(
+            ask(client, stack.url(), prompt, tokens, on_piece=lambda n: enough.set() if n > 100 else None)
+        )
+        await enough.wait()
+        until(lambda: stack.stores()["kvstore"][1] > blocks(prompt), stack.stores)
+        streaming = max(
+            stack.workers(), key=lambda name: stack.metric(name, "baton_worker_kv_blocks_pinned")
+        )  # refreshed each second: the stream is longer
+        stack.kill(streaming)
+        resumed = await asking
+    assert (resumed.text, resumed.error) == (undisturbed.text, {})
+    assert resumed.story["attempts"] == 2
+    assert resumed.story["store"] == "kvstore"
+    assert resumed.story["stored_tokens"] > blocks(prompt) * 32
