@@ -73,10 +73,11 @@ class Conversations:
         request, size = attempt.request, self._context.spec.block_size
         chains = self._chains.setdefault(attempt, {})
         for choice, output in attempt.output.items():
-            # The last token drawn has no KV yet.
-            tokens = [*request.prompt_ids, *request.emitted_ids, *output[:-1]][:most]
             one = chains.setdefault(choice, _Chain(request.key_root))
-            one.extend(tokens, size)
+            filled = attempt.tokens + len(output) - 1  # the last token drawn has no KV yet
+            filled = filled if most is None else min(filled, most)
+            if filled // size > len(one.keys):
+                one.extend([*request.prompt_ids, *request.emitted_ids, *output][:filled], size)
             first = 0 if again else max(one.told, skip // size)
             if first < len(one.keys):
                 self._offers.offer(one.keys[first:], attempt.tenant)
