@@ -18,6 +18,7 @@ from services.router.index import PrefixIndex
 from services.router.metrics import RouterMetrics
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
+from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
 from services.router.workers import Workers
 
@@ -144,35 +145,35 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         now = self._clock()
         self._reservations.expire(now)
         self._speculation.expire(now)
-        states = [self._workers.snapshot(known, now) for known in self._workers.of_model(request.model)]
-        if not states:
+        fleet = self._workers.fleet(request.model, now)
+        if not len(fleet):
             raise self._nobody(request.model)
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
-            hits=self._hits(request, states),
+            hits=self._hits(request, fleet),
             exclude=frozenset(request.exclude),
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
         )
+        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters)
         found = policy.candidates(states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive)
         choice = policy.choose(found, ask, self._parameters)
         if isinstance(choice, policy.Refusal):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _hits(self, request: router_pb2.RouteRequest, states: list[costs.WorkerState]) -> dict[str, int]:
+    def _hits(self, request: router_pb2.RouteRequest, fleet: Fleet) -> dict[str, int]:
         """Prefix-hit tokens by worker, those that are on their way included."""
         hits: dict[str, int] = {}
-        for size in {state.block_size for state in states}:
-            keys = _physical(request.keys, size)
+        logical = list(request.keys)
+        for size in fleet.block_sizes():
+            keys = _physical(logical, size)
             found = self._index.prefix(keys)
             self._speculation.extend(found, keys)
-            for worker, blocks in found.items():
-                if self._workers.get(worker).worker.block_size == size:
-                    hits[worker] = blocks * size
+            hits.update((worker, blocks * size) for worker, blocks in found.items() if fleet.block_size(worker) == size)
         return hits
 
     def _transport(self, item: policy.Candidate) -> str:
@@ -201,7 +202,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
         until = now + winner.terms["queue"] + winner.terms["prefill"] + EXPECT_S
-        self._speculation.expect(computes.id, _physical(request.keys, computes.block_size), until)
+        keys = _physical(list(request.keys), computes.block_size)
+        self._speculation.expect(computes.id, keys, winner.cached_tokens // computes.block_size, until)
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         plan = explain.plan(choice, lambda id: self._workers.get(id).worker)
