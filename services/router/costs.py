@@ -26,7 +26,7 @@ class Parameters:
     assumed_streams: float = 1.0
     handover_s: float = 0.005
     assumed_arrivals_s: float = 0.5
-    shortlist: int = 8
+    shortlist: int = 4
     tie_s: float = 0.001
 
 

@@ -8,7 +8,6 @@ Nothing here reads a clock, a socket or a global, so a simulator can drive the s
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -42,19 +41,16 @@ _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run the request. `terms` are seconds by name; `excluded` is why it may not be taken, or empty."""
+    """One way to run the request. `terms` are seconds by name and `total` their sum, the cost; `excluded` is why it may
+    not be taken, or empty."""
 
     mode: Mode
     worker: WorkerState
     prefill: WorkerState | None
     terms: Mapping[str, float]
+    total: float
     cached_tokens: int
     excluded: str = ""
-
-    @property
-    def total(self) -> float:
-        """The cost, in seconds."""
-        return sum(self.terms.values())
 
     @property
     def ttft(self) -> float:
@@ -104,8 +100,8 @@ def candidates(
 ) -> list[Candidate]:
     """Every way to run the request, costed; barred ones carry the reason in `excluded`.
 
-    Pairs grow with prefills x decodes, so only the `shortlist` best of each side and layout are paired (and as many
-    barred prefills, for the reason they carry); `exhaustive` pairs all.
+    Pairs grow with prefills x decodes, so only the `shortlist` best of each side and layout are paired, and not each
+    with each (_cross); barred prefills for the reason they carry. `exhaustive` pairs all.
     """
     prefills: list[WorkerState] = []
     streams: list[tuple[WorkerState, str]] = []
@@ -124,37 +120,53 @@ def candidates(
         mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
         if mode is Mode.LOCAL:
             decodes.append((worker, why))
-        found.append(Candidate(mode, worker, None, own_cost(worker, ask, parameters), ask.cached(worker), why))
-    if not exhaustive:
-        prefills = _shortest(prefills, lambda p: prefill_side(p, ask), ask, parameters.shortlist)
-        usable = [d for d, why in decodes if not why]
-        kept = _shortest(usable, lambda d: decode_side(d, ask), ask, parameters.shortlist)
-        decodes = [(d, "") for d in kept]
-        barred_prefills = barred_prefills[: parameters.shortlist]
-    pairs = [(p, "") for p in prefills] + barred_prefills
-    for decode, why_decode in decodes:
-        for prefill, why_prefill in pairs:
-            why = why_decode or why_prefill
-            if not why and prefill.fingerprint != decode.fingerprint:
-                why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
-            terms = pair_cost(prefill, decode, ask, transfer_rate, parameters)
-            found.append(Candidate(Mode.DISAGGREGATED, decode, prefill, terms, ask.cached(prefill), why))
+        terms = own_cost(worker, ask, parameters)
+        found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why))
+
+    def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
+        if not why and prefill.fingerprint != decode.fingerprint:
+            why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
+        terms = pair_cost(prefill, decode, ask, transfer_rate, parameters)
+        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, sum(terms.values()), ask.cached(prefill), why)
+
+    if exhaustive:
+        everyone = [(p, "") for p in prefills] + barred_prefills
+        return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
+    usable, limit = [d for d, why in decodes if not why], parameters.shortlist
+    for layout in sorted({d.fingerprint for d in usable}):
+        of_layout = [d for d in usable if d.fingerprint == layout]
+        fitting = [p for p in prefills if p.fingerprint == layout]
+        if fitting:
+            found += _cross(fitting, of_layout, ask, parameters, pair)
+            continue
+        unfit = [(p, "") for p in prefills[:limit]] + barred_prefills[:limit]  # for the reason they carry
+        found += [pair(p, d, why) for d in of_layout[:limit] for p, why in unfit]
     return found
+
+
+def _cross(
+    prefills: list[WorkerState],
+    decodes: list[WorkerState],
+    ask: Ask,
+    parameters: Parameters,
+    pair: Callable[[WorkerState, WorkerState], Candidate],
+) -> list[Candidate]:
+    """Pairs of one layout: the best prefill with the best decode workers, then the best decode of these with the other
+    prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
+    prefills = _shortest(prefills, lambda p: prefill_side(p, ask), ask, parameters.shortlist)
+    decodes = _shortest(decodes, lambda d: decode_side(d, ask), ask, parameters.shortlist)
+    found = [pair(prefills[0], decode) for decode in decodes]
+    best = min(found, key=lambda c: c.total).worker
+    return found + [pair(prefill, best) for prefill in prefills[1:]]
 
 
 def _shortest(
     workers: list[WorkerState], cost: Callable[[WorkerState], float], ask: Ask, limit: int
 ) -> list[WorkerState]:
-    """The `limit` cheapest of each layout: only equal layouts pair, so one must not crowd out another."""
-    if len(workers) <= limit:
+    """The `limit` cheapest, cheapest first."""
+    if len(workers) == 1:
         return workers
-    kept: Counter[str] = Counter()
-    shortest = []
-    for worker in sorted(workers, key=lambda w: (cost(w), _spread(ask.uid, w.id))):
-        if kept[worker.fingerprint] < limit:
-            kept[worker.fingerprint] += 1
-            shortest.append(worker)
-    return shortest
+    return sorted(workers, key=lambda w: (cost(w), _spread(ask.uid, w.id)))[:limit]
 
 
 def _spread(*parts: str) -> int:
