@@ -26,13 +26,15 @@ class Parameters:
     assumed_streams: float = 1.0
     handover_s: float = 0.005
     assumed_arrivals_s: float = 0.5
-    shortlist: int = 4
+    whole: int = 8
+    shortlist: int = 2
     tie_s: float = 0.001
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerState:
-    """One worker at this moment, with the reservations already added.
+    """One worker at this moment, with the reservations already added. Never changed once made (not frozen, because a
+    frozen one takes four times as long to make).
 
     `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones;
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
@@ -76,8 +78,8 @@ class Ask:
 
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
-        most = (self.prompt_tokens - 1) // worker.block_size * worker.block_size
-        return max(0, min(self.hits.get(worker.id, 0), most))
+        hit = self.hits.get(worker.id, 0)
+        return min(hit, (self.prompt_tokens - 1) // worker.block_size * worker.block_size) if hit else 0
 
 
 TransferRate = Callable[[str, str], float]

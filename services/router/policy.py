@@ -20,7 +20,6 @@ from services.router.costs import (
     Role,
     TransferRate,
     WorkerState,
-    decode_side,
     own_cost,
     pair_cost,
     prefill_side,
@@ -39,10 +38,12 @@ _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 """Which of two equally cheap candidates: the one that freezes nobody first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """One way to run the request. `terms` are seconds by name and `total` their sum, the cost; `excluded` is why it may
-    not be taken, or empty."""
+    """One way to run the request; never changed once made.
+
+    `terms` are seconds by name and `total` their sum, the cost; `excluded` is why it may not be taken, or empty.
+    """
 
     mode: Mode
     worker: WorkerState
@@ -100,8 +101,8 @@ def candidates(
 ) -> list[Candidate]:
     """Every way to run the request, costed; barred ones carry the reason in `excluded`.
 
-    Pairs grow with prefills x decodes, so only the `shortlist` best of each side and layout are paired, and not each
-    with each (_cross); barred prefills for the reason they carry. `exhaustive` pairs all.
+    Pairs grow with prefills x decodes, so not each is paired with each (_cross), and those that are barred only for the
+    reason they carry. `exhaustive` pairs all.
     """
     prefills: list[WorkerState] = []
     streams: list[tuple[WorkerState, str]] = []
@@ -132,15 +133,15 @@ def candidates(
     if exhaustive:
         everyone = [(p, "") for p in prefills] + barred_prefills
         return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
-    usable, limit = [d for d, why in decodes if not why], parameters.shortlist
+    usable = [d for d, why in decodes if not why]
     for layout in sorted({d.fingerprint for d in usable}):
         of_layout = [d for d in usable if d.fingerprint == layout]
         fitting = [p for p in prefills if p.fingerprint == layout]
         if fitting:
             found += _cross(fitting, of_layout, ask, parameters, pair)
             continue
-        unfit = [(p, "") for p in prefills[:limit]] + barred_prefills[:limit]  # for the reason they carry
-        found += [pair(p, d, why) for d in of_layout[:limit] for p, why in unfit]
+        unfit = [(p, "") for p in prefills] + barred_prefills
+        found += [pair(p, d, why) for d in of_layout for p, why in unfit]
     return found
 
 
@@ -151,22 +152,14 @@ def _cross(
     parameters: Parameters,
     pair: Callable[[WorkerState, WorkerState], Candidate],
 ) -> list[Candidate]:
-    """Pairs of one layout: the best prefill with the best decode workers, then the best decode of these with the other
+    """Pairs of one layout: the best prefill with every decode worker, then the best decode of these with the other
     prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
-    prefills = _shortest(prefills, lambda p: prefill_side(p, ask), ask, parameters.shortlist)
-    decodes = _shortest(decodes, lambda d: decode_side(d, ask), ask, parameters.shortlist)
-    found = [pair(prefills[0], decode) for decode in decodes]
-    best = min(found, key=lambda c: c.total).worker
-    return found + [pair(prefill, best) for prefill in prefills[1:]]
-
-
-def _shortest(
-    workers: list[WorkerState], cost: Callable[[WorkerState], float], ask: Ask, limit: int
-) -> list[WorkerState]:
-    """The `limit` cheapest, cheapest first."""
-    if len(workers) == 1:
-        return workers
-    return sorted(workers, key=lambda w: (cost(w), _spread(ask.uid, w.id)))[:limit]
+    first = prefills[0]
+    if len(prefills) > 1:
+        first = min(prefills, key=lambda p: (prefill_side(p, ask), _spread(ask.uid, p.id)))
+    found = [pair(first, decode) for decode in decodes]
+    best = _best(found, ask, parameters)
+    return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
 
 
 def _spread(*parts: str) -> int:

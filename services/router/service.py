@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from baton.errors import BatonError, Reason
@@ -64,11 +64,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The cheapest plan, its load reserved; or the reason why there is none."""
         began = time.perf_counter()
         try:
-            choice, _ = self._decide(request, exhaustive=False)
+            keys = list(request.keys)
+            choice, _ = self._decide(request, keys, exhaustive=False)
         except BatonError as error:
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
-        self._reserve(request, choice.winner)
+        self._reserve(request, keys, choice.winner)
         self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
         self._metrics.route_seconds.observe(time.perf_counter() - began)
         return router_pb2.RouteReply(plan=self._plan(choice, request))
@@ -78,7 +79,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reply = router_pb2.ExplainReply()
         winner = None
         try:
-            choice, found = self._decide(request, exhaustive=True)
+            choice, found = self._decide(request, list(request.keys), exhaustive=True)
             winner = choice.winner
             reply.plan.CopyFrom(self._plan(choice, request))
         except _RefusedError as refused:
@@ -139,7 +140,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return sum(self._workers.state(known) == state for known in self._workers.all())
 
     def _decide(
-        self, request: router_pb2.RouteRequest, *, exhaustive: bool
+        self, request: router_pb2.RouteRequest, keys: list[bytes], *, exhaustive: bool
     ) -> tuple[policy.Choice, list[policy.Candidate]]:
         _check(request)
         now = self._clock()
@@ -152,7 +153,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
-            hits=self._hits(request, fleet),
+            hits=self._hits(keys, fleet),
             exclude=frozenset(request.exclude),
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
@@ -165,10 +166,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _hits(self, request: router_pb2.RouteRequest, fleet: Fleet) -> dict[str, int]:
+    def _hits(self, logical: list[bytes], fleet: Fleet) -> dict[str, int]:
         """Prefix-hit tokens by worker, those that are on their way included."""
         hits: dict[str, int] = {}
-        logical = list(request.keys)
         for size in fleet.block_sizes():
             keys = _physical(logical, size)
             found = self._index.prefix(keys)
@@ -189,7 +189,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             return BatonError(Reason.DECODE_UNAVAILABLE, f"no worker for model {model!r} is registered")
         return BatonError(Reason.MODEL_NOT_FOUND, f"no worker serves model {model!r}", param="model")
 
-    def _reserve(self, request: router_pb2.RouteRequest, winner: policy.Candidate) -> None:
+    def _reserve(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
@@ -202,8 +202,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
         until = now + winner.terms["queue"] + winner.terms["prefill"] + EXPECT_S
-        keys = _physical(list(request.keys), computes.block_size)
-        self._speculation.expect(computes.id, keys, winner.cached_tokens // computes.block_size, until)
+        self._speculation.expect(
+            computes.id, _physical(keys, computes.block_size), winner.cached_tokens // computes.block_size, until
+        )
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         plan = explain.plan(choice, lambda id: self._workers.get(id).worker)
@@ -220,10 +221,10 @@ class _RefusedError(BatonError):
         self.found = found
 
 
-def _physical(keys: Sequence[bytes], block_size: int) -> Sequence[bytes]:
+def _physical(keys: list[bytes], block_size: int) -> list[bytes]:
     """The keys of a worker's blocks among the logical ones: blocks of k x 32 tokens go by every k-th."""
     factor = max(1, block_size // BLOCK_SIZE)
-    return keys[factor - 1 :: factor]
+    return keys if factor == 1 else keys[factor - 1 :: factor]
 
 
 def _check(request: router_pb2.RouteRequest) -> None:

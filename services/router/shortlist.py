@@ -1,10 +1,10 @@
 """The few workers worth costing exactly, out of thousands: the sides of costs.py over columns of numbers.
 
-A request is costed among the `shortlist` best of each role and layout. To find those, each group keeps one array for
-each number that a side's formula needs; a side over 1,000 workers is then some ten array operations of about a
-microsecond each. A row is written when its worker changes, never for a request. The exact terms of the few are
-policy.py's, so what decides is written down once; `own_cost`, `prefill_side` and `decode_side` are written twice, and
-a test holds the two to each other.
+A role and layout of up to `whole` workers is costed whole, of a larger one the `shortlist` best. To find those, each
+group keeps one array for each number that a side's formula needs; a side over 1,000 workers is then some ten array
+operations of about a microsecond each. A row is written when its worker changes, never for a request. The exact terms
+of the few are policy.py's; `own_cost`, `prefill_side` and `decode_side` are written twice, and a test holds the two
+together.
 
 Ties: a noise below `tie_s` is added, another one for each request, so that equal workers take turns.
 """
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from services.router.costs import Ask, Parameters, Role, WorkerState
 
 _Floats = NDArray[np.float64]
-_COLUMNS = ("capacity", "queue", "token_s", "step", "streams", "per_output", "share")
-_BARRED = -1.0
+COLUMNS = 7
+"""capacity, queue, token_s, step, streams, per_output, share: `_numbers` says what each is."""
 
 
 class _Group:
@@ -32,19 +32,20 @@ class _Group:
         self.block_size = block_size
         self.states: list[WorkerState] = []
         self.rows: dict[str, int] = {}
-        self._table = np.zeros((len(_COLUMNS), 8))
-        self._noise = np.random.default_rng(1).random(16)
+        self._columns = [np.zeros(8) for _ in range(COLUMNS)]
+        self._noise = np.zeros(0)
+        self._tie_s = 0.0
 
     def put(self, state: WorkerState) -> None:
         row = self.rows.get(state.id)
         if row is None:
             row = self.rows[state.id] = len(self.states)
             self.states.append(state)
-            if row == self._table.shape[1]:
-                self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
-                self._noise = np.random.default_rng(1).random(4 * row)
+            if row == len(self._columns[0]):
+                self._columns = [np.concatenate([column, np.zeros(row)]) for column in self._columns]
         self.states[row] = state
-        self._table[:, row] = _numbers(state)
+        for column, number in zip(self._columns, _numbers(state), strict=True):
+            column[row] = number
 
     def remove(self, id: str) -> None:
         row = self.rows.pop(id)
@@ -52,24 +53,33 @@ class _Group:
         if last.id != id:
             self.states[row] = last
             self.rows[last.id] = row
-            self._table[:, row] = self._table[:, len(self.states)]
+            for column in self._columns:
+                column[row] = column[len(self.states)]
 
     def best(self, ask: Ask, parameters: Parameters) -> list[WorkerState]:
         """The `shortlist` cheapest that may be taken; when there are none, those that lack least."""
         count, limit = len(self.states), parameters.shortlist
-        if count <= limit:
+        if count <= parameters.whole:
             return list(self.states)
-        capacity = self._table[0, :count]
         cost = self._cost(ask, parameters)
-        start = zlib.crc32(ask.uid.encode()) % (len(self._noise) - count)
-        cost += parameters.tie_s * self._noise[start : start + count]
-        cost[capacity < ask.prompt_tokens] = np.inf
+        cost += self._turns(ask.uid, parameters.tie_s)
         if ask.exclude:
             cost[[self.rows[id] for id in ask.exclude if id in self.rows]] = np.inf
-        chosen = np.argpartition(cost, limit)[:limit]
-        if np.isinf(cost[chosen]).all():
-            chosen = np.argpartition(-capacity, limit)[:limit]
-        return [self.states[row] for row in chosen.tolist()]
+        chosen = _cheapest(cost.copy(), limit)
+        # Mostly everyone has room: it is asked of all only when one of the few has not.
+        capacity = self._columns[0][:count]
+        if any(capacity[row] < ask.prompt_tokens for row in chosen):
+            cost[capacity < ask.prompt_tokens] = np.inf
+            chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
+        return [self.states[row] for row in chosen]
+
+    def _turns(self, uid: str, tie_s: float) -> _Floats:
+        """A noise of up to `tie_s` for each row, by the request's uid."""
+        count = len(self.states)
+        if len(self._noise) < 2 * count or self._tie_s != tie_s:
+            self._noise, self._tie_s = np.random.default_rng(1).random(4 * count) * tie_s, tie_s
+        start = zlib.crc32(uid.encode()) % (len(self._noise) - count)
+        return self._noise[start : start + count]
 
     def _uncached(self, ask: Ask) -> float | _Floats:
         """Tokens to compute, by row: one number when no worker of this group has a hit."""
@@ -84,33 +94,56 @@ class _Group:
         return uncached
 
     def _cost(self, ask: Ask, parameters: Parameters) -> _Floats:
-        _, queue, token_s, step, streams, per_output, share = self._table[:, : len(self.states)]
+        count = len(self.states)
+        _, queue, token_s, step, streams, per_output, share = (column[:count] for column in self._columns)
+        cost: _Floats
         if self.role is Role.DECODE:
-            return queue + ask.output_tokens * (per_output + step * share)  # type: ignore[no-any-return]
+            cost = ask.output_tokens * per_output
+            cost += queue
+            return cost
         freeze = token_s * self._uncached(ask)
-        cost = queue + np.maximum(freeze, step)
+        cost = np.maximum(freeze, step)
+        cost += queue
         if self.role is Role.PREFILL:
-            return cost  # type: ignore[no-any-return]
-        cost += freeze * (streams + parameters.assumed_streams) * parameters.stall_weight
-        later = np.minimum(1.0, np.maximum(share, parameters.assumed_arrivals_s * freeze))
-        cost += ask.output_tokens * (per_output + step * later)
-        return cost  # type: ignore[no-any-return]
+            return cost
+        later = np.minimum(np.maximum(share, parameters.assumed_arrivals_s * freeze), 1.0)
+        later *= step
+        later += per_output
+        later *= ask.output_tokens
+        cost += later
+        freeze *= parameters.stall_weight
+        freeze *= streams + parameters.assumed_streams
+        cost += freeze
+        return cost
+
+
+def _cheapest(cost: _Floats, limit: int) -> list[int]:
+    """The rows of the lowest, lowest first. Spoils `cost`: a few minima are found sooner one by one."""
+    rows = []
+    for _ in range(limit):
+        row = int(cost.argmin())
+        cost[row] = np.inf
+        rows.append(row)
+    return rows
 
 
 def _numbers(state: WorkerState) -> tuple[float, ...]:
-    """A row. `capacity` is the longest prompt that it takes; `per_output` what one output token waits for batch and
-    queue."""
+    """A row. `capacity` is the longest prompt that it takes; `per_output` what one output token waits for the
+    batch and the queue, and on a decode worker for later prompts."""
     capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else np.inf
     if state.max_context:
         capacity = min(capacity, state.max_context - (state.role is not Role.PREFILL))
     excess = 0 if state.role is Role.PREFILL else max(0, state.streams + 1 - state.max_streams)
+    per_output = (state.streams + excess) * state.step_s / state.max_streams
+    if state.role is Role.DECODE:
+        per_output += state.step_s * min(1.0, state.prefill_share)
     return (
-        _BARRED if state.unusable else capacity,
+        -1.0 if state.unusable else capacity,
         state.queued_tokens / state.prefill_tok_s,
         1.0 / state.prefill_tok_s,
         state.step_s,
         state.streams,
-        (state.streams + excess) * state.step_s / state.max_streams,
+        per_output,
         state.prefill_share,
     )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from services.router.index import PrefixIndex
 
@@ -60,16 +61,15 @@ class Speculation:
 
     def extend(self, found: dict[str, int], keys: Sequence[bytes]) -> None:
         """Lengthen the prefixes in `found` (keys by worker, from the index) by what is expected."""
-        if not self._by_first:
-            return
-        for place, key in enumerate(keys):
-            for expected in self._by_first.get(key, ()):
-                known = found.get(expected.worker, 0)
-                if expected.start != place or known < place:
-                    continue
-                depth = _common(expected.keys, keys, place)
-                if depth > known:
-                    found[expected.worker] = self._further(expected.worker, keys, depth)
+        firsts = self._by_first.keys() & keys if self._by_first else ()
+        expectations = [expected for first in firsts for expected in self._by_first[first]]
+        for expected in sorted(expectations, key=attrgetter("start")):
+            known, start = found.get(expected.worker, 0), expected.start
+            if known < start or start >= len(keys) or expected.keys[start] != keys[start]:
+                continue
+            depth = _common(expected.keys, keys, start)
+            if depth > known:
+                found[expected.worker] = self._further(expected.worker, keys, depth)
 
     def expire(self, now: float) -> None:
         """Forget what should have come by now."""

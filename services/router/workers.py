@@ -180,9 +180,12 @@ class Workers:
         for id in self._changed | self._reservations.changed():
             known = self._known.get(id)
             if known is not None:
-                self._fleets[known.worker.model].put(self.snapshot(known, now))
+                self._look_again(known, now)
         self._changed.clear()
         return self._fleets[model] if model in self._by_model else Fleet()
+
+    def _look_again(self, known: Known, now: float) -> None:
+        self._fleets[known.worker.model].put(self.snapshot(known, now))
 
     def snapshot(self, known: Known, now: float) -> WorkerState:
         """The worker as the policy sees it: its last report with the reservations added."""
@@ -342,10 +345,10 @@ class Workers:
         id = known.worker.id
         if update.HasField("load"):
             known.load = update.load
-            self._changed.add(id)
             self._rates.reported(id, update.load.prefill_tok_s, update.load.decode_step_s)
             for uid in update.load.admitted:
                 self._reservations.admitted(id, uid)
+            self._look_again(known, self._clock())
         if not update.HasField("cache"):
             return True
         cache = update.cache
