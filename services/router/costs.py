@@ -27,7 +27,6 @@ class Parameters:
     handover_s: float = 0.005
     assumed_arrivals_s: float = 0.5
     whole: int = 8
-    shortlist: int = 2
     tie_s: float = 0.001
 
 

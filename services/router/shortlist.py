@@ -1,10 +1,10 @@
 """The few workers worth costing exactly, out of thousands: the sides of costs.py over columns of numbers.
 
-A role and layout of up to `whole` workers is costed whole, of a larger one the `shortlist` best. To find those, each
-group keeps one array for each number that a side's formula needs; a side over 1,000 workers is then some ten array
-operations of about a microsecond each. A row is written when its worker changes, never for a request. The exact terms
-of the few are policy.py's; `own_cost`, `prefill_side` and `decode_side` are written twice, and a test holds the two
-together.
+A role and layout of up to `whole` workers is costed whole; of a larger one the two best prefills (a plan names an
+alternate) or the best worker that streams, and the decode worker with the longest hit. To find those, each group keeps
+one array for each number that a side's formula needs; a side over 1,000 workers is then some ten array operations of
+about a microsecond each. A row is written when its worker changes, never for a request. The exact terms of the few are
+policy.py's; `own_cost`, `prefill_side` and `decode_side` are written twice, and a test holds the two together.
 
 Ties: a noise below `tie_s` is added, another one for each request, so that equal workers take turns.
 """
@@ -33,6 +33,7 @@ class _Group:
         self.states: list[WorkerState] = []
         self.rows: dict[str, int] = {}
         self._columns = [np.zeros(8) for _ in range(COLUMNS)]
+        self._views: list[_Floats] = []
         self._noise = np.zeros(0)
         self._tie_s = 0.0
 
@@ -41,6 +42,7 @@ class _Group:
         if row is None:
             row = self.rows[state.id] = len(self.states)
             self.states.append(state)
+            self._views = []
             if row == len(self._columns[0]):
                 self._columns = [np.concatenate([column, np.zeros(row)]) for column in self._columns]
         self.states[row] = state
@@ -49,6 +51,7 @@ class _Group:
 
     def remove(self, id: str) -> None:
         row = self.rows.pop(id)
+        self._views = []
         last = self.states.pop()
         if last.id != id:
             self.states[row] = last
@@ -57,8 +60,8 @@ class _Group:
                 column[row] = column[len(self.states)]
 
     def best(self, ask: Ask, parameters: Parameters) -> list[WorkerState]:
-        """The `shortlist` cheapest that may be taken; when there are none, those that lack least."""
-        count, limit = len(self.states), parameters.shortlist
+        """The cheapest that may be taken; when there are none, those that lack least."""
+        count, limit = len(self.states), 2 if self.role is Role.PREFILL else 1
         if count <= parameters.whole:
             return list(self.states)
         cost = self._cost(ask, parameters)
@@ -88,14 +91,16 @@ class _Group:
         hits = [(rows[id], tokens) for id, tokens in ask.hits.items() if id in rows]
         if not hits:
             return float(ask.prompt_tokens)
-        uncached = np.full(len(self.states), float(ask.prompt_tokens))
-        at, cached = zip(*hits, strict=True)
-        uncached[list(at)] -= np.minimum(cached, most)
+        uncached = np.empty(len(self.states))
+        uncached.fill(ask.prompt_tokens)
+        for row, tokens in hits:
+            uncached[row] -= min(tokens, most)
         return uncached
 
     def _cost(self, ask: Ask, parameters: Parameters) -> _Floats:
-        count = len(self.states)
-        _, queue, token_s, step, streams, per_output, share = (column[:count] for column in self._columns)
+        if not self._views:
+            self._views = [column[: len(self.states)] for column in self._columns]
+        _, queue, token_s, step, streams, per_output, share = self._views
         cost: _Floats
         if self.role is Role.DECODE:
             cost = ask.output_tokens * per_output
@@ -197,8 +202,8 @@ class Fleet:
         return [state for group in self._groups.values() for state in group.states]
 
     def shortlist(self, ask: Ask, parameters: Parameters) -> list[WorkerState]:
-        """The workers among which the cheapest plan is: the `shortlist` best of each role and layout, and the decode
-        worker with the longest hit (its own copy is what no side formula sees)."""
+        """The workers among which the cheapest plan is: the best of each role and layout, and the decode worker with
+        the longest hit (its own copy is what no side formula sees)."""
         chosen = [state for group in self._groups.values() for state in group.best(ask, parameters)]
         decode = self._warmest_decode(ask.hits)
         if decode is not None and all(decode is not state for state in chosen):

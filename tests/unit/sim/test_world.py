@@ -142,7 +142,7 @@ def test_what_the_index_was_told_is_what_the_caches_hold() -> None:
 
 
 def test_ours_is_not_slower_than_any_baseline_where_prefixes_are_shared() -> None:
-    requests, setting = made_trace(7, 1500, 40), Setting(prefills=4, prefill_tok_s=4500.0, cache_tokens=200 * BLOCK)
+    requests, setting = made_trace(7, 1500, 40), Setting(prefills=4, cache_tokens=200 * BLOCK)
     means = {}
     for policy in [*(kind(1) for kind in BASELINES), Ours()]:
         means[policy.name] = figures(World(setting, requests, policy).run(), Slo()).ttft_mean
