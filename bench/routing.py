@@ -37,19 +37,22 @@ Maker = Callable[[int], Policy]
 """A policy from a seed."""
 
 
-def contenders() -> dict[str, Maker]:
-    """Every policy; ours needs no seed."""
-    kinds: tuple[type[Baseline], ...] = (*BASELINES, LeastLoadedLoading)
+def contenders(*, ablations: bool) -> dict[str, Maker]:
+    """Every policy; ours needs no seed. Ablations: placed by load but loading, and ours without loading."""
+    kinds: tuple[type[Baseline], ...] = (*BASELINES, LeastLoadedLoading) if ablations else BASELINES
     found: dict[str, Maker] = {kind.name: kind for kind in kinds}
-    found["ours_without_loading"] = lambda seed: Ours(loads=False)
+    if ablations:
+        found["ours_without_loading"] = lambda seed: Ours(loads=False)
     found[OURS] = lambda seed: Ours()
     return found
 
 
-def compared(setting: Setting, trace: Trace, seeds: tuple[int, ...], progress: Progress) -> dict[str, Figures]:
+def compared(
+    setting: Setting, trace: Trace, seeds: tuple[int, ...], progress: Progress, *, ablations: bool
+) -> dict[str, Figures]:
     """Figures of every policy on `trace`: means over the seeds."""
     found = {}
-    for name, make in contenders().items():
+    for name, make in contenders(ablations=ablations).items():
         own = seeds if "ours" not in name else seeds[:1]
         task = progress.add_task(
             f"{trace.name}, {setting.prefills} nodes: {name}", total=len(own) * len(trace.requests)
@@ -115,13 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     results: dict[str, dict[str, float]] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for trace in arrivals(traces):
-            found = compared(Setting(), trace, SEEDS, progress)
+            found = compared(Setting(), trace, SEEDS, progress, ablations=True)
             results[trace.name] = ratios(found)
             show(f"{trace.name}, 8 nodes", found)
         if options.large_s and CONVERSATION in traces:
             copies = LARGE // Setting().prefills
             trace = traces[CONVERSATION].copies(copies).window(options.large_s)
-            found = compared(Setting(prefills=LARGE), trace, SEEDS[:1], progress)
+            found = compared(Setting(prefills=LARGE), trace, SEEDS[:1], progress, ablations=False)
             results[f"{CONVERSATION}_{LARGE}"] = ratios(found)
             show(f"{copies} x {trace.name}, {LARGE} nodes, {options.large_s:.0f} s", found)
     if options.json:
