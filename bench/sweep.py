@@ -1,6 +1,6 @@
 """Play a trace at several loads on a fleet with prefill and decode pools: time to the first token and goodput, plotted.
 
-    python -m bench.sim [--trace NAME] [--prefills N] [--decodes N] [--loads 0.6 0.8 1 ...] [--out FOLDER] [--json]
+    baton bench sweep [--trace NAME] [--prefills N] [--decodes N] [--loads 0.6 0.8 1 ...] [--out FOLDER] [--json]
 
 A load of 1 is the trace's own timestamps with one copy of it for each 8 prefill nodes (trace.py); 2 is twice as fast.
 One node of each pool dies in mid-run and comes back. Goodput is the share of all requests that got their first token
@@ -86,7 +86,7 @@ def show(runs: Runs) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="sim", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="sweep", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--traces", type=Path, default=traces_folder(), help="folder of the traces")
     parser.add_argument("--trace", default="mooncake_conversation")
