@@ -29,14 +29,15 @@ class Parameters:
     assumed_streams: float = 1.0
     handover_s: float = 0.005
     assumed_arrivals_s: float = 0.5
-    shortlist: int = 8
+    whole: int = 8
     tie_s: float = 0.001
     load_margin: float = 1.25
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerState:
-    """One worker at this moment, with the reservations already added.
+    """One worker at this moment, with the reservations already added. Never changed once made (not frozen, because a
+    frozen one takes four times as long to make).
 
     `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones;
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
@@ -81,7 +82,8 @@ class Ask:
 
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
-        return max(0, min(self.hits.get(worker.id, 0), self.reusable(worker)))
+        hit = self.hits.get(worker.id, 0)
+        return min(hit, self.reusable(worker)) if hit else 0
 
     def reusable(self, worker: WorkerState) -> int:
         """Tokens of the prompt that need not be computed when their KV is there: whole blocks, never the last token."""

@@ -14,6 +14,8 @@ import numpy as np
 
 FEW = 8
 """Up to so many bits are found one by one, more by unpacking the whole mask."""
+STRIDE = 16
+"""Keys of a walk that are looked up together."""
 
 
 class Places:
@@ -104,18 +106,23 @@ class Places:
     def runs(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
         """(depth, mask) in order of depth: the named bits that the first `depth` keys have and the next one has not."""
         get, before, active = self._masks.get, self._named, self._named
-        for depth, key in enumerate(keys):
-            mask = get(key, 0)
-            if mask is before:
+        for start in range(0, len(keys), STRIDE):
+            masks = [get(key, 0) for key in keys[start : start + STRIDE]]
+            if masks.count(before) == len(
+                masks
+            ):  # equal masks are mostly one object: found equal without a look inside
                 continue
-            before = mask
-            still = mask & active
-            if still != active:
-                if depth and active != still:
-                    yield depth, active & ~still
-                if not still:
-                    return
-                active = still
+            for depth, mask in enumerate(masks, start):
+                if mask is before:
+                    continue
+                before = mask
+                still = mask & active
+                if still != active:
+                    if depth:
+                        yield depth, active & ~still
+                    if not still:
+                        return
+                    active = still
         if keys:
             yield len(keys), active
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from baton.errors import BatonError, Reason
@@ -20,6 +20,7 @@ from services.router.metrics import RouterMetrics
 from services.router.prefetch import QUICK_TIERS, Prefetcher
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
+from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
 from services.router.stored import StoredRun
 from services.router.stores import Stores
@@ -73,12 +74,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The cheapest plan, its load reserved; or the reason why there is none."""
         began = time.perf_counter()
         try:
-            choice, _ = self._decide(request, exhaustive=False)
+            keys = list(request.keys)
+            choice, _ = self._decide(request, keys, exhaustive=False)
         except BatonError as error:
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
-        self._reserve(request, choice.winner)
-        self._prefetch(request, choice.winner)
+        self._reserve(request, keys, choice.winner)
+        self._prefetch(request, keys, choice.winner)
         self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
         self._metrics.route_seconds.observe(time.perf_counter() - began)
         return router_pb2.RouteReply(plan=self._plan(choice, request))
@@ -88,7 +90,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reply = router_pb2.ExplainReply()
         winner = None
         try:
-            choice, found = self._decide(request, exhaustive=True)
+            choice, found = self._decide(request, list(request.keys), exhaustive=True)
             winner = choice.winner
             reply.plan.CopyFrom(self._plan(choice, request))
         except _RefusedError as refused:
@@ -158,16 +160,16 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return sum(self._workers.state(known) == state for known in self._workers.all())
 
     def _decide(
-        self, request: router_pb2.RouteRequest, *, exhaustive: bool
+        self, request: router_pb2.RouteRequest, keys: list[bytes], *, exhaustive: bool
     ) -> tuple[policy.Choice, list[policy.Candidate]]:
         _check(request)
         now = self._clock()
         self._reservations.expire(now)
         self._speculation.expire(now)
-        states = [self._workers.snapshot(known, now) for known in self._workers.of_model(request.model)]
-        if not states:
+        fleet = self._workers.fleet(request.model, now)
+        if not len(fleet):
             raise self._nobody(request.model)
-        hits, stored = self._held(request, states)
+        hits, stored = self._held(keys, fleet)
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
@@ -179,6 +181,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
         )
+        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters)
         found = policy.candidates(
             states,
             ask,
@@ -192,33 +195,30 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _held(
-        self, request: router_pb2.RouteRequest, states: list[costs.WorkerState]
-    ) -> tuple[dict[str, int], list[StoredRun]]:
+    def _held(self, logical: list[bytes], fleet: Fleet) -> tuple[dict[str, int], list[StoredRun]]:
         """Prefix-hit tokens by worker, those that are on their way included; and what stores hold."""
         hits: dict[str, int] = {}
         stored: list[StoredRun] = []
-        for size in {state.block_size for state in states}:
-            keys = _physical(request.keys, size)
+        for size in fleet.block_sizes():
+            keys = _physical(logical, size)
             found = self._index.look_up(keys)
             for id, tiers in found.stores.items():
                 if store := self._stores.usable(id):
                     stored.append(StoredRun(id, store.fingerprint, size, tiers))
-            self._speculation.extend(found.workers, keys)
-            for worker, blocks in found.workers.items():
-                if self._workers.get(worker).worker.block_size == size:
-                    hits[worker] = blocks * size
+            held = found.workers
+            self._speculation.extend(held, keys)
+            hits.update((worker, blocks * size) for worker, blocks in held.items() if fleet.block_size(worker) == size)
         return hits, stored
 
-    def _prefetch(self, request: router_pb2.RouteRequest, winner: policy.Candidate) -> None:
+    def _prefetch(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
         """Let the store begin with what it has to bring up first."""
         load = winner.load
         store = self._stores.usable(load.store) if load is not None else None
         if load is None or store is None or load.tier in QUICK_TIERS:
             return
         size = (winner.prefill or winner.worker).block_size
-        keys = _physical(request.keys, size)[winner.cached_tokens // size : load.tokens // size]
-        self._prefetcher.hint(store, keys, request.tenant)
+        wanted = _physical(keys, size)[winner.cached_tokens // size : load.tokens // size]
+        self._prefetcher.hint(store, wanted, request.tenant)
 
     def _transport(self, item: policy.Candidate) -> str:
         """By which transport the pair's last hand-over went, or, before the first, by which it should."""
@@ -233,7 +233,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             return BatonError(Reason.DECODE_UNAVAILABLE, f"no worker for model {model!r} is registered")
         return BatonError(Reason.MODEL_NOT_FOUND, f"no worker serves model {model!r}", param="model")
 
-    def _reserve(self, request: router_pb2.RouteRequest, winner: policy.Candidate) -> None:
+    def _reserve(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
@@ -246,7 +246,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
         until = now + winner.terms["queue"] + winner.terms["load"] + winner.terms["prefill"] + EXPECT_S
-        self._speculation.expect(computes.id, _physical(request.keys, computes.block_size), until)
+        self._speculation.expect(
+            computes.id, _physical(keys, computes.block_size), winner.cached_tokens // computes.block_size, until
+        )
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         load = choice.winner.load
@@ -265,10 +267,10 @@ class _RefusedError(BatonError):
         self.found = found
 
 
-def _physical(keys: Sequence[bytes], block_size: int) -> Sequence[bytes]:
+def _physical(keys: list[bytes], block_size: int) -> list[bytes]:
     """The keys of a worker's blocks among the logical ones: blocks of k x 32 tokens go by every k-th."""
     factor = max(1, block_size // BLOCK_SIZE)
-    return keys[factor - 1 :: factor]
+    return keys if factor == 1 else keys[factor - 1 :: factor]
 
 
 def _check(request: router_pb2.RouteRequest) -> None:
