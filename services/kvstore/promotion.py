@@ -124,9 +124,8 @@ class Promotions:
                     coming.holds.append(hold)
             many += 1
         if many > 1 and tier is not None:
-            self._background.spawn(
-                self._time(tier, [self._coming[k] for k in keys[:many] if k in self._coming]), "time"
-            )
+            run = [self._coming[key] for key in keys[:many] if key in self._coming]
+            self._background.spawn(self._time(tier, run), "time of a run")
         return many
 
     async def wait(self, key: bytes) -> None:

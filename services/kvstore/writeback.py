@@ -1,8 +1,8 @@
 """Write-behind: copies of host blocks into the tiers below, one at a time, behind everybody's back.
 
 A block waits for its write with a pin on it, so it cannot leave before; the line is short (an eighth of the host's
-slots), so the pins never take the host's room. What finds the line full is not written now: it comes again with its next
-sighting. A block that is written because it has to leave (demotion) leaves the host when it is below.
+slots), so the pins never take the host's room. What finds the line full is not written now: it comes again with its
+next sighting. A block that is written because it has to leave (demotion) leaves the host when it is below.
 """
 
 from __future__ import annotations
