@@ -31,7 +31,7 @@ DISK_RATIO = 10
 SIGHTED = 131_072
 """How many keys the second-sighting filter remembers."""
 
-Prompt = Sequence[int]
+Prompt = Sequence[bytes]
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ class Tiered:
     writes: float
 
 
-def read_trace(path: Path) -> list[list[int]]:
+def read_trace(path: Path) -> list[list[bytes]]:
     """The chain of block hashes of each prompt, in order of arrival."""
     with path.open() as lines:
-        return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
+        prompts = [json.loads(line)["hash_ids"] for line in lines if line.strip()]
+    return [[number.to_bytes(8, "big") for number in prompt] for prompt in prompts]
 
 
 def prefix_hits(prompts: Sequence[Prompt], policy: Policy) -> float:

@@ -1,13 +1,16 @@
 """Eviction policies for comparison: LRU, S3-FIFO and ARC, each with room for `capacity` keys.
 
-The store keeps the winner (`services/kvstore/eviction.py`); the others live here, so that the choice can be measured
-again on other traces. `use(key)` is one access: it says whether the key was there, and puts it there if it was not.
+The store keeps the winner, and it is the store's own code that runs here; the others live here, so that the choice can
+be measured again on other traces. `use(key)` is one access: it says whether the key was there, and puts it there if it
+was not.
 """
 
 from __future__ import annotations
 
 import abc
 from collections import OrderedDict, deque
+
+from services.kvstore.eviction import Arc as StoreArc
 
 
 class Policy(abc.ABC):
@@ -22,7 +25,7 @@ class Policy(abc.ABC):
     def __contains__(self, key: object) -> bool: ...
 
     @abc.abstractmethod
-    def use(self, key: int) -> bool:
+    def use(self, key: bytes) -> bool:
         """One access; whether it was a hit."""
 
 
@@ -33,12 +36,12 @@ class Lru(Policy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._order: OrderedDict[int, None] = OrderedDict()
+        self._order: OrderedDict[bytes, None] = OrderedDict()
 
     def __contains__(self, key: object) -> bool:
         return key in self._order
 
-    def use(self, key: int) -> bool:
+    def use(self, key: bytes) -> bool:
         hit = key in self._order
         self._order[key] = None
         self._order.move_to_end(key)
@@ -56,16 +59,16 @@ class S3Fifo(Policy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._small: deque[int] = deque()
-        self._main: deque[int] = deque()
-        self._ghost: OrderedDict[int, None] = OrderedDict()
-        self._frequency: dict[int, int] = {}
+        self._small: deque[bytes] = deque()
+        self._main: deque[bytes] = deque()
+        self._ghost: OrderedDict[bytes, None] = OrderedDict()
+        self._frequency: dict[bytes, int] = {}
         self._small_share = max(1, capacity // 10)
 
     def __contains__(self, key: object) -> bool:
         return key in self._frequency
 
-    def use(self, key: int) -> bool:
+    def use(self, key: bytes) -> bool:
         if key in self._frequency:
             self._frequency[key] = min(3, self._frequency[key] + 1)
             return True
@@ -108,69 +111,25 @@ class S3Fifo(Policy):
 
 
 class Arc(Policy):
-    """ARC (Megiddo and Modha, FAST 2003): lists of what was used once and more often, each with a ghost list; hits on
-    the ghosts move the border between the two."""
+    """ARC (Megiddo and Modha, FAST 2003), as the store has it."""
 
     name = "arc"
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._once: OrderedDict[int, None] = OrderedDict()
-        self._often: OrderedDict[int, None] = OrderedDict()
-        self._once_ghost: OrderedDict[int, None] = OrderedDict()
-        self._often_ghost: OrderedDict[int, None] = OrderedDict()
-        self._target = 0.0
+        self._arc = StoreArc(capacity)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._once or key in self._often
+        return key in self._arc
 
-    def use(self, key: int) -> bool:
-        if key in self._once or key in self._often:
-            self._once.pop(key, None)
-            self._often[key] = None
-            self._often.move_to_end(key)
+    def use(self, key: bytes) -> bool:
+        if key in self._arc:
+            self._arc.use([key])
             return True
-        if key in self._once_ghost:
-            step = max(1.0, len(self._often_ghost) / len(self._once_ghost))
-            self._target = min(float(self.capacity), self._target + step)
-            self._replace(False)
-            del self._once_ghost[key]
-            self._often[key] = None
-        elif key in self._often_ghost:
-            step = max(1.0, len(self._once_ghost) / len(self._often_ghost))
-            self._target = max(0.0, self._target - step)
-            self._replace(True)
-            del self._often_ghost[key]
-            self._often[key] = None
-        else:
-            self._make_room()
-            self._once[key] = None
+        if len(self._arc) >= self.capacity and (victim := self._arc.victim()) is not None:
+            self._arc.evict(victim)
+        self._arc.add(key)
         return False
-
-    def _make_room(self) -> None:
-        seen_once = len(self._once) + len(self._once_ghost)
-        total = seen_once + len(self._often) + len(self._often_ghost)
-        if seen_once >= self.capacity:
-            if len(self._once) < self.capacity:
-                self._once_ghost.popitem(last=False)
-                self._replace(False)
-            else:
-                self._once.popitem(last=False)
-        elif total >= self.capacity:
-            if total >= 2 * self.capacity:
-                self._often_ghost.popitem(last=False)
-            self._replace(False)
-
-    def _replace(self, in_often_ghost: bool) -> None:
-        if len(self._once) + len(self._often) < self.capacity:
-            return
-        once = len(self._once)
-        if once and (once > self._target or (in_often_ghost and once == self._target) or not self._often):
-            key, _ = self._once.popitem(last=False)
-            self._once_ghost[key] = None
-        else:
-            key, _ = self._often.popitem(last=False)
-            self._often_ghost[key] = None
 
 
 POLICIES: tuple[type[Policy], ...] = (Lru, S3Fifo, Arc)

@@ -29,6 +29,9 @@ from services.kvstore.writeback import Writeback
 SPEED_CHANGE = 1.25
 """A tier's speed is told anew when it has changed by this factor."""
 
+SNAPSHOT_KEYS = 16_384
+"""Keys in one event of a snapshot: 300 kB of a message."""
+
 _log = structlog.get_logger()
 
 
@@ -248,8 +251,14 @@ class Store:
             self._metrics.evicted.labels(reason).inc(count)
 
     def _snapshot(self) -> Sequence[Change]:
-        host = Change(stored=tuple(self.host.keys()), cleared=True)
-        return [host, *(Change(tier.name, stored=tuple(tier.keys())) for tier in self.below)]
+        changes: list[Change] = []
+        for tier in self.tiers:
+            keys = tier.keys()
+            changes += [
+                Change(tier.name, stored=tuple(keys[at : at + SNAPSHOT_KEYS]), cleared=not changes and at == 0)
+                for at in range(0, max(1, len(keys)), SNAPSHOT_KEYS)
+            ]
+        return changes
 
 
 def _differs(now: TierStats, told: TierStats | None) -> bool:

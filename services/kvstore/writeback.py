@@ -11,11 +11,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import structlog
+
+from baton.errors import BatonError
 from services.kvstore.host import HostTier
 from services.kvstore.slots import Entry
 from services.kvstore.tier import Tier
 
 MAX_WAITING = 256
+
+_log = structlog.get_logger()
 
 
 class Writeback:
@@ -65,6 +70,12 @@ class Writeback:
                 entry = self._waiting.popleft()
                 try:
                     await self._write(entry)
+                except BatonError as error:  # not one such block fits below
+                    self._count("too_large")
+                    _log.warning("write-behind", error=str(error))
+                except Exception:
+                    self._count("failed")
+                    _log.exception("write-behind")
                 finally:
                     self._done(entry)
             self._news.clear()

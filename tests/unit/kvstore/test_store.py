@@ -393,3 +393,30 @@ async def test_eviction_between_the_look_up_and_the_load_is_a_miss(bench: Bench)
     assert hold.get(keys(1)[0]) is None
     hold.keep([])
     await bench.nvme.flush()
+
+
+async def test_a_block_larger_than_the_disk_stays_above(bench: Bench) -> None:
+    huge = BlockShape("huge", BLOCK * HOST_SLOTS // 2, 32)
+    bench.disk.size = ALIGN + BLOCK
+    bench.host.fix(huge)
+    (slot,) = bench.host.reserve(1)
+    bench.host.commit(slot, b"k" * 16, bench.host.sum(slot, b"k" * 16))
+    for _ in range(2):
+        bench.store.stored([b"k" * 16], Facts())
+    await bench.until(lambda: not bench.store.writeback.open)
+    assert bench.nvme.keys() == []
+    assert bench.metrics._not_written.labels("too_large")._value.get() == 1
+
+
+async def test_a_snapshot_is_cut_into_messages_of_bounded_size(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.kvstore.store.SNAPSHOT_KEYS", 4)
+    await bench.push_below(keys(6))
+    bench.offer(keys(9))
+    changes = bench.store._snapshot()
+    assert [(c.tier, len(c.stored), c.cleared) for c in changes] == [
+        ("host", 4, True),
+        ("host", 4, False),
+        ("host", 1, False),
+        ("nvme", 4, False),
+        ("nvme", 2, False),
+    ]
