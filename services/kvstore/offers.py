@@ -155,7 +155,7 @@ class Offers:
             else:
                 missing[handle.key] = handle
         outcome.known += len(known)
-        self._host.touch(known)
+        self._store.known(known)
         return list(missing.values())
 
     async def _fill(

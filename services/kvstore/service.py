@@ -127,7 +127,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             complete = not ready or sent == len(keys)
             self._count_hits(len(ready))
             handles = [handle_to_pb(entry.handle) for entry in ready]
-            await context.write(kvstore_pb2.LookupReply(handles=handles, complete=complete))
+            await context.write(kvstore_pb2.LookupReply(handles=handles, peer=self._own_peer(), complete=complete))
         return sent
 
     async def Offer(self, request: kvstore_pb2.OfferRequest, context: object) -> kvstore_pb2.OfferReply:
@@ -241,7 +241,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         """Every slot, pin and open call of this process, in words."""
         findings = self._store.check_integrity()
         pinned = self._host.stats().pinned
-        if pinned > self._store.writeback.open and not self._lookups:
+        if pinned > self._store.writeback.pins and not self._lookups:
             findings.append(f"kvstore: {pinned} blocks are pinned and no look-up is held")
         if self._host.quarantined:
             findings.append(f"kvstore: {self._host.quarantined} slots wait for late reads")

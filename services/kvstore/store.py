@@ -21,7 +21,7 @@ from services.kvstore.expiry import Expiry
 from services.kvstore.host import HostTier
 from services.kvstore.metrics import KvStoreMetrics
 from services.kvstore.promotion import Hold, Promotions
-from services.kvstore.sightings import Sightings
+from services.kvstore.sightings import APART_S, Sightings
 from services.kvstore.slots import Entry
 from services.kvstore.tier import BlockShape, Facts, Tier, TierStats
 from services.kvstore.writeback import Writeback
@@ -80,7 +80,7 @@ class Store:
         self._sightings = Sightings()
         self._expiry = Expiry()
         self._told: dict[str, TierStats] = {}
-        host.keep = lambda key: bool(self.below) and self._sightings.twice(key) and self.writeback.want(key, True)
+        host.keep = lambda key: bool(self.below) and self._sightings.twice(key) and self.writeback.demote(key)
         for tier in self.tiers:
             self._listen(tier)
 
@@ -116,6 +116,11 @@ class Store:
             self._expiry.note(key, facts.expires)
         self._wanted(keys)
         self.events.publish(Change(stored=tuple(keys)))
+
+    def known(self, keys: Sequence[bytes]) -> None:
+        """These were offered and are here: somebody has use for them, if not the one who offered them just before."""
+        self.host.touch(keys)
+        self._wanted(keys, APART_S)
 
     # ---- out
 
@@ -211,9 +216,9 @@ class Store:
 
     # ---- within
 
-    def _wanted(self, keys: Sequence[bytes]) -> None:
+    def _wanted(self, keys: Sequence[bytes], apart_s: float = 0.0) -> None:
         for key in keys:
-            if self._sightings.sight(key) and self.below:
+            if self._sightings.sight(key, apart_s) and self.below:
                 self.writeback.want(key)
 
     def _stored_one(self, tier: Tier, key: bytes) -> None:

@@ -128,6 +128,23 @@ async def test_a_second_sighting_writes_below_and_the_first_does_not(bench: Benc
     assert bench.host.holds(keys(1)[0]), "a copy below does not take it away above"
 
 
+async def test_known_offers_count_when_they_are_apart(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.offer(keys(2))
+    bench.store.known(keys(2))
+    assert not bench.store.writeback.open, "the decode worker offers what the prefill worker has offered"
+    monkeypatch.setattr("services.kvstore.store.APART_S", 0.0)
+    bench.store.known(keys(1))
+    await bench.until(lambda: bench.nvme.keys() == keys(1))
+
+
+async def test_a_whole_prompt_waits_in_line(bench: Bench) -> None:
+    bench.offer(keys(12))
+    await bench.look_up(keys(12))
+    assert bench.store.writeback.pins <= 1
+    await bench.until(lambda: not bench.store.writeback.open)
+    assert sorted(bench.nvme.keys()) == keys(12)
+
+
 async def test_a_block_comes_up_when_it_is_wanted(bench: Bench) -> None:
     await bench.push_below(keys(6))
     assert bench.host.keys() == []
@@ -188,7 +205,7 @@ async def test_a_look_up_that_leaves_in_the_middle_leaves_nothing(bench: Bench) 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await bench.until(lambda: not bench.store.promotions.open)
-        assert bench.host.stats().pinned == bench.store.writeback.open
+        assert bench.host.stats().pinned == bench.store.writeback.pins
         bench.host.drop(keys(6))
     assert await bench.look_up(keys(6)) == 6
 

@@ -225,8 +225,12 @@ def test_sightings_are_bounded_and_never_see_too_much(sequence: list[int]) -> No
         assert not again or sightings.twice(key)
         seen.add(key)
         assert len(sightings) <= 16
-    fresh = Sightings(8)
+    now = [0.0]
+    fresh = Sightings(8, lambda: now[0])
     assert [fresh.sight(b"a"), fresh.sight(b"b"), fresh.sight(b"a")] == [False, False, True]
+    assert not fresh.sight(b"b", apart_s=5.0)
+    now[0] = 5.0
+    assert fresh.sight(b"b", apart_s=5.0)
 
 
 def test_expiry_reminds_once() -> None:
