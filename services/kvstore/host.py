@@ -33,7 +33,7 @@ class HostTier(Tier):
         self.keep: Callable[[bytes], bool] = lambda key: False
         """Asked before a block is evicted: true when whoever answers has pinned it, to copy it elsewhere first."""
         self.shape_changed = asyncio.Event()
-        """Set when `shape` changed; whoever waits for it clears it."""
+        """Set when `shape`, or that of the whole store, may have changed; whoever waits for it clears it."""
         self._arena = arena
         self._owner = owner
         self._epoch = epoch

@@ -74,7 +74,7 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     background.spawn(store.writeback.run(), "write-behind")
     background.spawn(_keep_house(store), "expire and tell speeds")
     for nvme in below.scans:
-        background.spawn(_scan(nvme, host), "scan")
+        background.spawn(_scan(nvme), "scan")
     background.spawn(_watch_quarantine(host, process), "watch quarantine")
     await server.set_serving(True)
     process.ready(address, figures.url)
@@ -107,11 +107,10 @@ async def _keep_house(store: Store) -> None:
         store.tell_speeds()
 
 
-async def _scan(nvme: NvmeTier, host: HostTier) -> None:
+async def _scan(nvme: NvmeTier) -> None:
     """The store serves meanwhile; the index fills as the scan goes."""
     began = time.monotonic()
     found = await nvme.scan()
-    host.shape_changed.set()  # the layout may be known now
     _log.info("scanned", seconds=round(time.monotonic() - began, 2), **found.counts())
 
 

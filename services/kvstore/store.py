@@ -156,6 +156,7 @@ class Store:
         if not tenant:
             self.events.publish(Change(cleared=True))
         self._count_gone("cleared", len(gone))
+        self.host.shape_changed.set()
         for tier in self.below:
             try:
                 await tier.flush()
@@ -240,6 +241,7 @@ class Store:
                 if placed := tier.placed(key):
                     self._expiry.note(key, placed.facts.expires)
             self.events.publish(Change(tier.name, stored=tuple(keys)))
+            self.host.shape_changed.set()  # the store has one, if only below
 
         tier.on_gone, tier.on_found = gone, found
 
