@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
+from baton.cli import kv
 from baton.cli.errors import CliError
 from baton.cli.home import Home, find_home, project_root
 from baton.cli.show import LiveProgress, err, out, seconds, show_error
@@ -47,6 +48,8 @@ app = typer.Typer(
     `baton up` starts everything on this machine and prints how to call it; `baton status` shows it;
     `baton down` ends it. Files lie in `.baton` (or `$BATON_HOME`).""",
 )
+
+app.add_typer(kv.app, name="kv")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")]
 
@@ -251,7 +254,8 @@ def explain(
         terms = "  ".join(f"{term} {value:.1f}" for term, value in one["terms_ms"].items() if value)
         sign = "[green]●[/]" if one["chosen"] else ""
         why = f"[red]{one['excluded']}[/]" if one["excluded"] else f"{one['total_ms']:.1f}"
-        table.add_row(sign, one["mode"], one["worker"], one["prefill"], why, terms, str(one["cached_tokens"]))
+        cached = f"{one['cached_tokens']}" + (f" ({one['stored_tokens']} in {one['store']})" if one["store"] else "")
+        table.add_row(sign, one["mode"], one["worker"], one["prefill"], why, terms, cached)
     out.print(table)
     out.print(f"{reply['prompt_tokens']} tokens: {reply['summary']}", markup=False)
 

@@ -62,6 +62,8 @@ def _candidates(found: Sequence[router_pb2.Candidate]) -> list[dict[str, Any]]:
             "chosen": one.chosen,
             "excluded": one.excluded,
             "transport": one.transport,
+            "store": one.store,
+            "stored_tokens": one.stored_tokens,
         }
         for one in found
     ]

@@ -1,14 +1,21 @@
-"""Which worker holds which block: key -> set of workers, bounded, fed by one ordered event stream for each worker.
+"""Who holds which block: key -> set of sources, bounded, fed by one ordered event stream for each source.
 
-Workers are bits of an integer, so a prefix walk is one dictionary look-up and one AND for each key of the request,
-however many keys the index holds. A stream is trusted only while its sequence numbers follow each other: after a gap or
-in a new epoch everything known of that worker is dropped at once, because a wrong hit costs more than a lost one.
+A source is a worker, or a KV store whose blocks lie on tiers. Sources are bits of an integer, so a prefix walk is one
+dictionary look-up and one AND for each key of the request, however many keys the index holds. A store has one bit for
+"somewhere" and one for each tier (places.py). A stream is trusted only while its sequence numbers follow each other:
+after a gap or in a new epoch everything known of that source is dropped at once, because a wrong hit costs more than a
+lost one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from services.router.places import Places
+
+TIERS = ("device", "host", "nvme")
+"""Best first; a tier of another name counts as slower than all of these."""
 
 
 @dataclass
@@ -16,141 +23,146 @@ class _Source:
     bit: int
     epoch: int | None = None
     seq: int = 0
-    keys: set[bytes] = field(default_factory=set)
+    tiers: dict[str, int] = field(default_factory=dict)  # bit by tier, best first; empty for a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The prefix of a request, as far as sources hold it.
+
+    `workers`: keys from the first on without a hole, by worker. `stores`: the same by store, parted by tier: a block
+    that lies on several counts at the best, and the numbers of a store sum to its run.
+    """
+
+    workers: dict[str, int]
+    stores: dict[str, dict[str, int]]
 
 
 class PrefixIndex:
     """At most `max_keys` keys; beyond that the ones known longest are forgotten (`dropped` counts them)."""
 
     def __init__(self, max_keys: int) -> None:
-        self._max_keys = max_keys
-        self._places: dict[bytes, int] = {}
+        self._places = Places(max_keys)
         self._sources: dict[str, _Source] = {}
-        self._names: dict[int, str] = {}
-        self.dropped = 0
         self.gaps = 0
 
     def __len__(self) -> int:
         """How many different keys are known."""
         return len(self._places)
 
-    def held_by(self, worker: str) -> int:
-        """How many keys of `worker` are known."""
-        source = self._sources.get(worker)
-        return len(source.keys) if source else 0
+    @property
+    def dropped(self) -> int:
+        """Keys forgotten at the bound."""
+        return self._places.dropped
 
-    def holds(self, worker: str, key: bytes) -> bool:
-        """Whether `worker` is known to hold `key`."""
-        source = self._sources.get(worker)
-        return source is not None and key in source.keys
+    def held_by(self, source: str) -> int:
+        """How many keys of `source` are known."""
+        known = self._sources.get(source)
+        return self._places.count(known.bit) if known else 0
 
-    def exact(self, worker: str) -> bool:
-        """Whether the worker's entries follow an unbroken stream."""
-        source = self._sources.get(worker)
-        return source is not None and source.epoch is not None
+    def holds(self, source: str, key: bytes) -> bool:
+        """Whether `source` is known to hold `key`."""
+        known = self._sources.get(source)
+        return known is not None and bool(self._places.of(key) & known.bit)
+
+    def exact(self, source: str) -> bool:
+        """Whether the source's entries follow an unbroken stream."""
+        known = self._sources.get(source)
+        return known is not None and known.epoch is not None
 
     def apply(
-        self, worker: str, epoch: int, seq: int, *, stored: Sequence[bytes], removed: Sequence[bytes], cleared: bool
+        self,
+        source: str,
+        epoch: int,
+        seq: int,
+        *,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        cleared: bool,
+        tier: str = "",
     ) -> bool:
-        """Take one event. False means a gap: the worker's entries are gone and its stream must be opened anew.
+        """Take one event. False means a gap: the source's entries are gone and its stream must be opened anew.
 
-        `cleared` starts over (a snapshot's first event); any other event must carry the epoch and the next number.
+        `cleared` starts the source over, all its tiers (a snapshot's first event); any other event must carry the
+        epoch and the next number. Numbers count the source's events, whatever their tier. `tier` is where the keys of
+        this event lie; empty for a worker.
         """
-        source = self._sources.get(worker)
-        if source is None:
-            source = self._sources[worker] = _Source(self._free_bit())
-            self._names[source.bit] = worker
+        known = self._sources.get(source)
+        if known is None:
+            known = self._sources[source] = _Source(self._places.new_bit(source))
         if cleared:
-            self._forget(source)
-            source.epoch = epoch
-        elif source.epoch != epoch or seq != source.seq + 1:
-            self._forget(source)
-            source.epoch = None
+            self._empty(known)
+            known.epoch = epoch
+        elif known.epoch != epoch or seq != known.seq + 1:
+            self._empty(known)
+            known.epoch = None
             self.gaps += 1
             return False
-        source.seq = seq
-        for key in removed:
-            self._remove(source, key)
-        for key in stored:
-            source.keys.add(key)
-            self._places[key] = self._places.get(key, 0) | source.bit
-        while len(self._places) > self._max_keys:
-            self._drop_oldest()
+        known.seq = seq
+        if not tier:
+            self._places.remove(known.bit, removed)
+            self._places.add(known.bit, stored)
+            return True
+        if tier not in known.tiers:
+            known.tiers[tier] = self._places.new_bit()
+            known.tiers = dict(sorted(known.tiers.items(), key=lambda item: _rank(item[0])))
+        bit = known.tiers[tier]
+        self._places.remove(bit, removed)
+        others = sum(b for b in known.tiers.values() if b != bit)
+        self._places.remove(known.bit, [key for key in removed if not self._places.of(key) & others])
+        self._places.add(bit | known.bit, stored)
         return True
 
-    def forget(self, worker: str) -> None:
-        """Drop everything about `worker`."""
-        source = self._sources.pop(worker, None)
-        if source is not None:
-            self._forget(source)
-            del self._names[source.bit]
+    def forget(self, source: str) -> None:
+        """Drop everything about `source`."""
+        known = self._sources.pop(source, None)
+        if known is not None:
+            for bit in (known.bit, *known.tiers.values()):
+                self._places.free_bit(bit)
 
     def prefix(self, keys: Sequence[bytes]) -> dict[str, int]:
         """For each worker that holds `keys[0]`: how many keys it holds from the first on without a hole."""
-        found: dict[str, int] = {}
-        if not keys:
-            return found
-        active = self._places.get(keys[0], 0)
-        depth = 1
-        while active and depth < len(keys):
-            still = self._places.get(keys[depth], 0) & active
-            if still != active:
-                for name in self._bits(active & ~still):
-                    found[name] = depth
-                active = still
-            depth += 1
-        for name in self._bits(active):
-            found[name] = depth
+        return self.look_up(keys).workers
+
+    def look_up(self, keys: Sequence[bytes]) -> Found:
+        """For each source that holds `keys[0]`: its run from there on, in one walk over the keys."""
+        found = Found({}, {})
+        for depth, mask in self._places.runs(keys):
+            for name in self._places.names(mask):
+                tiers = self._sources[name].tiers
+                if tiers:
+                    found.stores[name] = self._by_tier(tiers, keys[:depth])
+                else:
+                    found.workers[name] = depth
         return found
 
     def check_integrity(self) -> list[str]:
         """Findings in words: both directions of the index must say the same, and bounds must hold."""
-        findings = []
-        mirrored: dict[bytes, int] = {}
+        owners = {source.bit: name for name, source in self._sources.items()}
+        findings = self._places.check_integrity(owners, {b for s in self._sources.values() for b in s.tiers.values()})
         for name, source in self._sources.items():
-            if self._names.get(source.bit) != name:
-                findings.append(f"index: bit of {name} belongs to {self._names.get(source.bit)}")
-            if source.epoch is None and source.keys:
-                findings.append(f"index: {len(source.keys)} keys of {name} survive a gap")
-            for key in source.keys:
-                mirrored[key] = mirrored.get(key, 0) | source.bit
-        if mirrored != self._places:
-            wrong = {k for k in mirrored.keys() | self._places.keys() if mirrored.get(k) != self._places.get(k)}
-            findings.append(f"index: {len(wrong)} keys differ between the two directions")
-        if len(self._places) > self._max_keys:
-            findings.append(f"index: {len(self._places)} keys exceed the bound of {self._max_keys}")
-        if len(self._names) != len(self._sources):
-            findings.append("index: bits and workers differ in number")
+            if source.epoch is None and self._places.count(source.bit):
+                findings.append(f"index: {self._places.count(source.bit)} keys of {name} survive a gap")
+            if source.tiers:
+                somewhere = self._places.keys(source.bit)
+                if somewhere != set().union(*(self._places.keys(bit) for bit in source.tiers.values())):
+                    findings.append(f"index: tiers of {name} do not add up")
         return findings
 
-    def _free_bit(self) -> int:
-        bit = 1
-        while bit in self._names:
-            bit <<= 1
-        return bit
+    def _empty(self, source: _Source) -> None:
+        for bit in (source.bit, *source.tiers.values()):
+            self._places.clear(bit)
 
-    def _bits(self, mask: int) -> Iterator[str]:
-        while mask:
-            bit = mask & -mask
-            yield self._names[bit]
-            mask ^= bit
+    def _by_tier(self, tiers: dict[str, int], keys: Sequence[bytes]) -> dict[str, int]:
+        counts = dict.fromkeys(tiers, 0)
+        for key in keys:
+            mask = self._places.of(key)
+            for tier, bit in tiers.items():
+                if mask & bit:
+                    counts[tier] += 1
+                    break
+        return {tier: count for tier, count in counts.items() if count}
 
-    def _forget(self, source: _Source) -> None:
-        for key in list(source.keys):
-            self._remove(source, key)
 
-    def _remove(self, source: _Source, key: bytes) -> None:
-        if key not in source.keys:
-            return
-        source.keys.remove(key)
-        left = self._places[key] & ~source.bit
-        if left:
-            self._places[key] = left
-        else:
-            del self._places[key]
-
-    def _drop_oldest(self) -> None:
-        key = next(iter(self._places))
-        for name in self._bits(self._places.pop(key)):
-            self._sources[name].keys.discard(key)
-        self.dropped += 1
+def _rank(tier: str) -> tuple[int, str]:
+    return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)

@@ -8,7 +8,6 @@ Nothing here reads a clock, a socket or a global, so a simulator can drive the s
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,11 +20,14 @@ from services.router.costs import (
     Role,
     TransferRate,
     WorkerState,
-    decode_side,
+    no_loads,
     own_cost,
     pair_cost,
+    pair_pass_s,
     prefill_side,
+    worthwhile_loads,
 )
+from services.router.stored import Load, LoadTime
 
 
 class Mode(StrEnum):
@@ -40,26 +42,27 @@ _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 """Which of two equally cheap candidates: the one that freezes nobody first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """One way to run the request. `terms` are seconds by name; `excluded` is why it may not be taken, or empty."""
+    """One way to run the request; never changed once made.
+
+    `terms` are seconds by name and `total` their sum, the cost; `excluded` is why it may not be taken, or empty. `load`
+    is what it takes from a store.
+    """
 
     mode: Mode
     worker: WorkerState
     prefill: WorkerState | None
     terms: Mapping[str, float]
+    total: float
     cached_tokens: int
     excluded: str = ""
-
-    @property
-    def total(self) -> float:
-        """The cost, in seconds."""
-        return sum(self.terms.values())
+    load: Load | None = None
 
     @property
     def ttft(self) -> float:
         """Predicted seconds to the first token: the terms that this request itself waits for."""
-        return sum(self.terms[name] for name in ("queue", "prefill", "transfer"))
+        return sum(self.terms[name] for name in ("queue", "prefill", "load", "transfer"))
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,13 @@ def candidates(
     parameters: Parameters,
     *,
     exhaustive: bool = False,
+    load_time: LoadTime = no_loads,
 ) -> list[Candidate]:
-    """Every way to run the request, costed; barred ones carry the reason in `excluded`.
+    """Every way to run the request, costed; barred ones carry the reason in `excluded`. Each with the cheapest of what
+    stores offer it, where that is cheaper than computing.
 
-    Pairs grow with prefills x decodes, so only the `shortlist` best of each side and layout are paired (and as many
-    barred prefills, for the reason they carry); `exhaustive` pairs all.
+    Pairs grow with prefills x decodes, so not each is paired with each (_cross), and those that are barred only for the
+    reason they carry. `exhaustive` pairs all.
     """
     prefills: list[WorkerState] = []
     streams: list[tuple[WorkerState, str]] = []
@@ -124,37 +129,64 @@ def candidates(
         mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
         if mode is Mode.LOCAL:
             decodes.append((worker, why))
-        found.append(Candidate(mode, worker, None, own_cost(worker, ask, parameters), ask.cached(worker), why))
-    if not exhaustive:
-        prefills = _shortest(prefills, lambda p: prefill_side(p, ask), ask, parameters.shortlist)
-        usable = [d for d, why in decodes if not why]
-        kept = _shortest(usable, lambda d: decode_side(d, ask), ask, parameters.shortlist)
-        decodes = [(d, "") for d in kept]
-        barred_prefills = barred_prefills[: parameters.shortlist]
-    pairs = [(p, "") for p in prefills] + barred_prefills
-    for decode, why_decode in decodes:
-        for prefill, why_prefill in pairs:
-            why = why_decode or why_prefill
-            if not why and prefill.fingerprint != decode.fingerprint:
-                why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
-            terms = pair_cost(prefill, decode, ask, transfer_rate, parameters)
-            found.append(Candidate(Mode.DISAGGREGATED, decode, prefill, terms, ask.cached(prefill), why))
+        terms, load = _cheapest(
+            lambda load, w=worker: own_cost(w, ask, parameters, load),  # type: ignore[misc]
+            worthwhile_loads(worker, ask, load_time, parameters),
+        )
+        found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why, load))
+
+    def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
+        if not why and prefill.fingerprint != decode.fingerprint:
+            why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
+        terms, load = _cheapest(
+            lambda load: pair_cost(prefill, decode, ask, transfer_rate, parameters, load),
+            worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode)),
+        )
+        total = sum(terms.values())
+        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, ask.cached(prefill), why, load)
+
+    if exhaustive:
+        everyone = [(p, "") for p in prefills] + barred_prefills
+        return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
+    usable = [d for d, why in decodes if not why]
+    for layout in sorted({d.fingerprint for d in usable}):
+        of_layout = [d for d in usable if d.fingerprint == layout]
+        fitting = [p for p in prefills if p.fingerprint == layout]
+        if fitting:
+            found += _cross(fitting, of_layout, ask, parameters, pair)
+            continue
+        unfit = [(p, "") for p in prefills] + barred_prefills
+        found += [pair(p, d, why) for d in of_layout for p, why in unfit]
     return found
 
 
-def _shortest(
-    workers: list[WorkerState], cost: Callable[[WorkerState], float], ask: Ask, limit: int
-) -> list[WorkerState]:
-    """The `limit` cheapest of each layout: only equal layouts pair, so one must not crowd out another."""
-    if len(workers) <= limit:
-        return workers
-    kept: Counter[str] = Counter()
-    shortest = []
-    for worker in sorted(workers, key=lambda w: (cost(w), _spread(ask.uid, w.id))):
-        if kept[worker.fingerprint] < limit:
-            kept[worker.fingerprint] += 1
-            shortest.append(worker)
-    return shortest
+def _cross(
+    prefills: list[WorkerState],
+    decodes: list[WorkerState],
+    ask: Ask,
+    parameters: Parameters,
+    pair: Callable[[WorkerState, WorkerState], Candidate],
+) -> list[Candidate]:
+    """Pairs of one layout: the best prefill with every decode worker, then the best decode of these with the other
+    prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
+    first = prefills[0]
+    if len(prefills) > 1:
+        first = min(prefills, key=lambda p: (prefill_side(p, ask), _spread(ask.uid, p.id)))
+    found = [pair(first, decode) for decode in decodes]
+    best = _best(found, ask, parameters)
+    return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
+
+
+def _cheapest(
+    cost: Callable[[Load | None], dict[str, float]], options: Sequence[Load]
+) -> tuple[dict[str, float], Load | None]:
+    """The terms without a load, or with the one that makes the sum the smallest."""
+    best, chosen = cost(None), None
+    for load in options:
+        terms = cost(load)
+        if sum(terms.values()) < sum(best.values()):
+            best, chosen = terms, load
+    return best, chosen
 
 
 def _spread(*parts: str) -> int:

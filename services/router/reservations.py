@@ -43,6 +43,7 @@ class Reservations:
         self._open: OrderedDict[tuple[str, int], _Reservation] = OrderedDict()
         self._attempts: dict[str, set[int]] = {}
         self._totals: dict[str, Held] = {}
+        self._changed: set[str] = set()
         self.expired = 0
 
     def __len__(self) -> int:
@@ -55,6 +56,12 @@ class Reservations:
         self._attempts.setdefault(uid, set()).add(attempt)
         for worker, held in parts.items():
             self._totals.setdefault(worker, Held()).add(held)
+        self._changed.update(parts)
+
+    def changed(self) -> set[str]:
+        """Workers whose total has changed since this was last asked."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def on(self, worker: str) -> Held:
         """What is reserved on `worker` (do not change it)."""
@@ -78,10 +85,13 @@ class Reservations:
 
     def forget(self, worker: str) -> None:
         """The worker is gone: so is what was reserved on it."""
+        if worker not in self._totals:
+            return
         for (uid, attempt), reservation in list(self._open.items()):
             if reservation.parts.pop(worker, None) is not None and not reservation.parts:
                 self._close(uid, attempt)
         self._totals.pop(worker, None)
+        self._changed.add(worker)
 
     def expire(self, now: float) -> None:
         """End what is older than the time to live. All live equally long, so the oldest come first."""
@@ -121,5 +131,6 @@ class Reservations:
         if total is None:
             return
         total.add(held, -1)
+        self._changed.add(worker)
         if not total.streams and not total.blocks and total.prefill_tokens < 1e-6:
             del self._totals[worker]

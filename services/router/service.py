@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from baton.errors import BatonError, Reason
@@ -15,10 +15,15 @@ from baton.rpc.errors import failure
 from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from services.router import costs, explain, policy
 from services.router.index import PrefixIndex
+from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import QUICK_TIERS, Prefetcher
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
+from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
+from services.router.stored import StoredRun
+from services.router.stores import Stores
 from services.router.workers import Workers
 
 EXPECT_S = 2.0
@@ -36,6 +41,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reservations: Reservations,
         rates: Rates,
         shares: PrefillShare,
+        stores: Stores,
+        loads: LoadRates,
+        prefetcher: Prefetcher,
         parameters: costs.Parameters,
         registry: Registry,
         metrics: RouterMetrics,
@@ -47,6 +55,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._reservations = reservations
         self._rates = rates
         self._shares = shares
+        self._stores = stores
+        self._loads = loads
+        self._prefetcher = prefetcher
         self._parameters = parameters
         self._registry = registry
         self._metrics = metrics
@@ -63,11 +74,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The cheapest plan, its load reserved; or the reason why there is none."""
         began = time.perf_counter()
         try:
-            choice, _ = self._decide(request, exhaustive=False)
+            keys = list(request.keys)
+            choice, _ = self._decide(request, keys, exhaustive=False)
         except BatonError as error:
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
-        self._reserve(request, choice.winner)
+        self._reserve(request, keys, choice.winner)
+        self._prefetch(request, keys, choice.winner)
         self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
         self._metrics.route_seconds.observe(time.perf_counter() - began)
         return router_pb2.RouteReply(plan=self._plan(choice, request))
@@ -77,7 +90,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reply = router_pb2.ExplainReply()
         winner = None
         try:
-            choice, found = self._decide(request, exhaustive=True)
+            choice, found = self._decide(request, list(request.keys), exhaustive=True)
             winner = choice.winner
             reply.plan.CopyFrom(self._plan(choice, request))
         except _RefusedError as refused:
@@ -102,6 +115,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             route = outcome.route
             prefill, worker = route.prefill or outcome.prefill, route.worker or outcome.worker
             self._rates.moved(prefill, worker, route.kv_bytes, route.kv_seconds, route.transport)
+            if route.store:
+                loader = prefill if route.mode == worker_pb2.MODE_DISAGGREGATED else worker
+                self._loads.loaded(
+                    route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
+                )
             if not outcome.reason:
                 self._rates.answered(outcome.output_tokens)
         return router_pb2.ReportReply()
@@ -123,6 +141,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 reserved_prefill_tokens=held.prefill_tokens,
                 reserved_streams=held.streams,
             )
+        for one in sorted(self._stores.all(), key=lambda k: k.store.id):
+            reply.stores.add(
+                store=one.store, state=self._stores.state(one), indexed_blocks=self._index.held_by(one.store.id)
+            )
         return reply
 
     async def CheckIntegrity(
@@ -138,42 +160,65 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return sum(self._workers.state(known) == state for known in self._workers.all())
 
     def _decide(
-        self, request: router_pb2.RouteRequest, *, exhaustive: bool
+        self, request: router_pb2.RouteRequest, keys: list[bytes], *, exhaustive: bool
     ) -> tuple[policy.Choice, list[policy.Candidate]]:
         _check(request)
         now = self._clock()
         self._reservations.expire(now)
         self._speculation.expire(now)
-        states = [self._workers.snapshot(known, now) for known in self._workers.of_model(request.model)]
-        if not states:
+        fleet = self._workers.fleet(request.model, now)
+        if not len(fleet):
             raise self._nobody(request.model)
+        hits, stored = self._held(keys, fleet)
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
-            hits=self._hits(request, states),
+            hits=hits,
+            stored=() if request.merged_only else stored,
             exclude=frozenset(request.exclude),
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
         )
-        found = policy.candidates(states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive)
+        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters)
+        found = policy.candidates(
+            states,
+            ask,
+            self._rates.transfer,
+            self._parameters,
+            exhaustive=exhaustive,
+            load_time=lambda store, tier, worker, size: self._loads.seconds(store, tier, worker, size, now),
+        )
         choice = policy.choose(found, ask, self._parameters)
         if isinstance(choice, policy.Refusal):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _hits(self, request: router_pb2.RouteRequest, states: list[costs.WorkerState]) -> dict[str, int]:
-        """Prefix-hit tokens by worker, those that are on their way included."""
+    def _held(self, logical: list[bytes], fleet: Fleet) -> tuple[dict[str, int], list[StoredRun]]:
+        """Prefix-hit tokens by worker, those that are on their way included; and what stores hold."""
         hits: dict[str, int] = {}
-        for size in {state.block_size for state in states}:
-            keys = _physical(request.keys, size)
-            found = self._index.prefix(keys)
-            self._speculation.extend(found, keys)
-            for worker, blocks in found.items():
-                if self._workers.get(worker).worker.block_size == size:
-                    hits[worker] = blocks * size
-        return hits
+        stored: list[StoredRun] = []
+        for size in fleet.block_sizes():
+            keys = _physical(logical, size)
+            found = self._index.look_up(keys)
+            for id, tiers in found.stores.items():
+                if store := self._stores.usable(id):
+                    stored.append(StoredRun(id, store.fingerprint, size, tiers))
+            held = found.workers
+            self._speculation.extend(held, keys)
+            hits.update((worker, blocks * size) for worker, blocks in held.items() if fleet.block_size(worker) == size)
+        return hits, stored
+
+    def _prefetch(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
+        """Let the store begin with what it has to bring up first."""
+        load = winner.load
+        store = self._stores.usable(load.store) if load is not None else None
+        if load is None or store is None or load.tier in QUICK_TIERS:
+            return
+        size = (winner.prefill or winner.worker).block_size
+        wanted = _physical(keys, size)[winner.cached_tokens // size : load.tokens // size]
+        self._prefetcher.hint(store, wanted, request.tenant)
 
     def _transport(self, item: policy.Candidate) -> str:
         """By which transport the pair's last hand-over went, or, before the first, by which it should."""
@@ -188,11 +233,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             return BatonError(Reason.DECODE_UNAVAILABLE, f"no worker for model {model!r} is registered")
         return BatonError(Reason.MODEL_NOT_FOUND, f"no worker serves model {model!r}", param="model")
 
-    def _reserve(self, request: router_pb2.RouteRequest, winner: policy.Candidate) -> None:
+    def _reserve(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
-        tokens = request.prompt_tokens - winner.cached_tokens
+        tokens = request.prompt_tokens - (winner.load.tokens if winner.load else winner.cached_tokens)
         parts = {worker.id: Held(streams=1, blocks=worker.blocks_for(request.prompt_tokens))}
         if prefill is not None:
             parts[prefill.id] = Held(prefill_tokens=tokens, blocks=prefill.blocks_for(request.prompt_tokens))
@@ -200,11 +245,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             parts[worker.id].prefill_tokens = tokens
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
-        until = now + winner.terms["queue"] + winner.terms["prefill"] + EXPECT_S
-        self._speculation.expect(computes.id, _physical(request.keys, computes.block_size), until)
+        until = now + winner.terms["queue"] + winner.terms["load"] + winner.terms["prefill"] + EXPECT_S
+        self._speculation.expect(
+            computes.id, _physical(keys, computes.block_size), winner.cached_tokens // computes.block_size, until
+        )
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
-        plan = explain.plan(choice, lambda id: self._workers.get(id).worker)
+        load = choice.winner.load
+        store = self._stores.usable(load.store) if load else None
+        plan = explain.plan(choice, lambda id: self._workers.get(id).worker, store)
         if request.attempt:
             plan.reasons.append(RouteReason.REROUTED.value)
         return plan
@@ -218,10 +267,10 @@ class _RefusedError(BatonError):
         self.found = found
 
 
-def _physical(keys: Sequence[bytes], block_size: int) -> Sequence[bytes]:
+def _physical(keys: list[bytes], block_size: int) -> list[bytes]:
     """The keys of a worker's blocks among the logical ones: blocks of k x 32 tokens go by every k-th."""
     factor = max(1, block_size // BLOCK_SIZE)
-    return keys[factor - 1 :: factor]
+    return keys if factor == 1 else keys[factor - 1 :: factor]
 
 
 def _check(request: router_pb2.RouteRequest) -> None:

@@ -28,6 +28,7 @@ from services.router.index import PrefixIndex
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations
+from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
 
 PROBE_S = 2.0
@@ -97,6 +98,8 @@ class Workers:
         self._known: dict[str, Known] = {}
         self._by_model: defaultdict[str, dict[str, Known]] = defaultdict(dict)
         self._cards: dict[str, registry_pb2.ModelCard] = {}
+        self._fleets: defaultdict[str, Fleet] = defaultdict(Fleet)
+        self._changed: set[str] = set()
         self._unsubscribe: list[Callable[[], None]] = []
 
     def follow(self, workers: View[registry_pb2.Worker], cards: View[registry_pb2.ModelCard]) -> None:
@@ -171,6 +174,19 @@ class Workers:
             return "draining"
         return "serving" if known.watched and self._index.exact(known.worker.id) else "degraded"
 
+    def fleet(self, model: str, now: float) -> Fleet:
+        """The workers of `model` as the policy sees them. Only those are looked at anew of which something was heard
+        or reserved since the last time; so `prefill_share` is as old as the last load report."""
+        for id in self._changed | self._reservations.changed():
+            known = self._known.get(id)
+            if known is not None:
+                self._look_again(known, now)
+        self._changed.clear()
+        return self._fleets[model] if model in self._by_model else Fleet()
+
+    def _look_again(self, known: Known, now: float) -> None:
+        self._fleets[known.worker.model].put(self.snapshot(known, now))
+
     def snapshot(self, known: Known, now: float) -> WorkerState:
         """The worker as the policy sees it: its last report with the reservations added."""
         worker, load, held = known.worker, known.load, self._reservations.on(known.worker.id)
@@ -217,7 +233,9 @@ class Workers:
         """Take what the worker says of itself (by registration or `Describe`)."""
         if worker.model != known.worker.model:
             self._by_model[known.worker.model].pop(worker.id, None)
+            self._fleets[known.worker.model].remove(worker.id)
         known.worker = worker
+        self._changed.add(worker.id)
         known.block_bytes = _block_bytes(worker)
         self._by_model[worker.model][worker.id] = known
         rates = worker.rates
@@ -233,14 +251,17 @@ class Workers:
         for known in fleet:
             names = card_differences(known.worker.card, standing)
             known.card_mismatch = f"{', '.join(names)} differ from the card of {model}" if names else ""
+            self._changed.add(known.worker.id)
 
     def _remove(self, known: Known) -> None:
         id = known.worker.id
         del self._known[id]
         fleet = self._by_model[known.worker.model]
         fleet.pop(id, None)
+        self._fleets[known.worker.model].remove(id)
         if not fleet:
             del self._by_model[known.worker.model]
+            del self._fleets[known.worker.model]
         if known.task is not None:
             known.task.cancel()
         self._forget_state(id)
@@ -252,6 +273,7 @@ class Workers:
         id = known.worker.id
         due = self._quarantine.failed(id, why, self._clock())
         known.watched = False
+        self._changed.add(id)
         self._forget_state(id)
         _log.warning("worker quarantined", worker=id, why=why, again_s=round(due - self._clock(), 2))
 
@@ -299,6 +321,7 @@ class Workers:
             self._forget_state(described.id)
         self._adopt(known, described)
         self._quarantine.answered(described.id)
+        self._changed.add(described.id)
         stub = worker_pb2_grpc.WorkerServiceStub(channels.get(known.worker.address))
         call = stub.Watch(worker_pb2.WatchRequest())
         try:
@@ -325,6 +348,7 @@ class Workers:
             self._rates.reported(id, update.load.prefill_tok_s, update.load.decode_step_s)
             for uid in update.load.admitted:
                 self._reservations.admitted(id, uid)
+            self._look_again(known, self._clock())
         if not update.HasField("cache"):
             return True
         cache = update.cache

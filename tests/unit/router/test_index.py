@@ -76,6 +76,72 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.exact(worker) == (worker in self.truth)
 
 
+class TieredMachine(RuleBasedStateMachine):
+    """A store whose blocks lie on several tiers, beside a worker that holds some of the same keys."""
+
+    @initialize()
+    def start(self) -> None:
+        self.index = PrefixIndex(max_keys=1000)
+        self.tiers: dict[str, set[bytes]] = {"host": set(), "nvme": set(), "tape": set()}
+        self.worker: set[bytes] = set()
+        self.seq = self.worker_seq = 0
+        assert self.index.apply("store", 1, 0, stored=[], removed=[], cleared=True, tier="host")
+        assert self.index.apply("worker", 1, 0, stored=[], removed=[], cleared=True)
+
+    @rule(tier=st.sampled_from(["nvme", "host", "tape"]), stored=KEYS, removed=KEYS)
+    def moves(self, tier: str, stored: list[bytes], removed: list[bytes]) -> None:
+        self.seq += 1
+        assert self.index.apply("store", 1, self.seq, stored=stored, removed=removed, cleared=False, tier=tier)
+        self.tiers[tier] = (self.tiers[tier] - set(removed)) | set(stored)
+
+    @rule(stored=KEYS, removed=KEYS)
+    def computes(self, stored: list[bytes], removed: list[bytes]) -> None:
+        self.worker_seq += 1
+        assert self.index.apply("worker", 1, self.worker_seq, stored=stored, removed=removed, cleared=False)
+        self.worker = (self.worker - set(removed)) | set(stored)
+
+    @rule(tier=st.sampled_from(["nvme", "host"]), keys=KEYS)
+    def snapshot(self, tier: str, keys: list[bytes]) -> None:
+        self.seq += 5
+        assert self.index.apply("store", 1, self.seq, stored=keys, removed=[], cleared=True, tier=tier)
+        self.tiers = {name: set(keys) if name == tier else set() for name in self.tiers}
+
+    @rule()
+    def gap(self) -> None:
+        assert not self.index.apply("store", 1, self.seq + 2, stored=[], removed=[], cleared=False, tier="host")
+        assert not self.index.exact("store")
+        self.snapshot("host", [])
+
+    @rule()
+    def leaves(self) -> None:
+        self.index.forget("store")
+        self.snapshot("host", [])
+
+    @rule(keys=KEYS)
+    def look_up(self, keys: list[bytes]) -> None:
+        expected: dict[str, int] = {}
+        for key in keys:
+            best = next((tier for tier, held in self.tiers.items() if key in held), None)
+            if best is None:
+                break
+            expected[best] = expected.get(best, 0) + 1
+        found = self.index.look_up(keys)
+        assert found.stores.get("store", {}) == expected
+        run = next((i for i, key in enumerate(keys) if key not in self.worker), len(keys))
+        assert found.workers.get("worker", 0) == run
+        assert list(found.stores.get("store", {})) == [tier for tier in self.tiers if tier in expected], "best first"
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "index"):
+            assert self.index.check_integrity() == []
+            assert self.index.held_by("store") == len(set().union(*self.tiers.values()))
+
+
+TieredMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTiered = TieredMachine.TestCase
+
+
 IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestIndex = IndexMachine.TestCase
 
@@ -109,5 +175,21 @@ def test_a_freed_bit_is_not_inherited() -> None:
 def test_the_check_finds_a_lost_direction() -> None:
     index = PrefixIndex(max_keys=10)
     index.apply("a", 1, 1, stored=keys(1), removed=[], cleared=True)
-    index._places.clear()
+    index._places._masks.clear()
     assert index.check_integrity() != []
+
+
+def test_many_holders_are_told_apart_by_depth() -> None:
+    index = PrefixIndex(max_keys=1000)
+    for number in range(100):
+        index.apply(f"w{number}", 1, 1, stored=keys(*range(1 + number)), removed=[], cleared=True)
+    assert index.prefix(keys(*range(60))) == {f"w{n}": min(n + 1, 60) for n in range(100)}
+
+
+def test_the_bound_is_kept_a_batch_at_a_time() -> None:
+    index = PrefixIndex(max_keys=3000)
+    for number in range(5000):
+        index.apply("w", 1, number, stored=keys(number), removed=[], cleared=number == 0)
+    assert 2990 < len(index) <= 3000
+    assert index.dropped == 5000 - len(index)
+    assert index.check_integrity() == []

@@ -18,24 +18,40 @@ def test_a_prefix_of_known_and_expected_blocks_is_one_prefix() -> None:
     index = PrefixIndex(100)
     index.apply("p", 1, 1, stored=[KEYS[0], KEYS[3]], removed=[], cleared=True)
     speculation = Speculation(index)
-    speculation.expect("p", KEYS[1:3], until=10.0)
+    speculation.expect("p", KEYS[:3], 1, until=10.0)
     assert extended(speculation, index.prefix(KEYS)) == {"p": 4}
     assert len(speculation) == 2
 
 
 def test_a_hole_ends_it_and_other_workers_are_not_touched() -> None:
     speculation = Speculation(PrefixIndex(100))
-    speculation.expect("p", [KEYS[0], KEYS[2]], until=10.0)
+    speculation.expect("p", KEYS[:1], 0, until=10.0)
+    speculation.expect("p", KEYS[:3], 2, until=10.0)
     assert extended(speculation, {"q": 3}) == {"p": 1, "q": 3}
-    speculation.expect("q", KEYS[4:], until=10.0)
+    speculation.expect("q", KEYS, 4, until=10.0)
     assert extended(speculation) == {"p": 1}
+
+
+def test_prompts_go_together_as_far_as_their_keys_are_equal() -> None:
+    speculation = Speculation(PrefixIndex(100))
+    for shared in range(1, 7):
+        other = KEYS[:shared] + [bytes([100 + n]) * 16 for n in range(shared, 6)]
+        speculation.expect(f"p{shared}", other, 0, until=10.0)
+    assert extended(speculation) == {f"p{shared}": shared for shared in range(1, 7)}
+
+
+def test_one_expectation_continues_another() -> None:
+    speculation = Speculation(PrefixIndex(100))
+    speculation.expect("p", KEYS[:2], 0, until=10.0)
+    speculation.expect("p", KEYS[:5], 2, until=10.0)
+    assert extended(speculation) == {"p": 5}
 
 
 def test_forgotten_after_its_time_unless_expected_anew() -> None:
     speculation = Speculation(PrefixIndex(100))
-    speculation.expect("p", KEYS[:2], until=1.0)
-    speculation.expect("p", KEYS[:1], until=5.0)
-    speculation.expect("p", KEYS[:1], until=2.0)
+    speculation.expect("p", KEYS[:2], 0, until=1.0)
+    speculation.expect("p", KEYS[:1], 0, until=5.0)
+    speculation.expect("p", KEYS[:1], 0, until=2.0)
     speculation.expire(1.0)
     assert extended(speculation) == {"p": 1}
     speculation.expire(5.0)
@@ -45,11 +61,12 @@ def test_forgotten_after_its_time_unless_expected_anew() -> None:
 
 def test_bounded_and_forgotten_with_the_worker() -> None:
     speculation = Speculation(PrefixIndex(100), max_keys=3)
-    speculation.expect("p", KEYS[:2], until=1.0)
-    speculation.expect("q", KEYS[:2], until=1.0)
+    speculation.expect("p", KEYS[:2], 0, until=1.0)
+    speculation.expect("q", KEYS[:2], 0, until=1.0)
+    assert speculation.refused == 1
     assert extended(speculation) == {"p": 2}
     speculation.forget("p")
     assert extended(speculation) == {}
     speculation.expire(1.0)
-    speculation.expect("q", KEYS[:2], until=2.0)
+    speculation.expect("q", KEYS[:2], 0, until=2.0)
     assert extended(speculation) == {"q": 2}

@@ -229,7 +229,7 @@ async def test_a_removed_worker_leaves_nothing(fleet: Fleet) -> None:
         worker.say(worker.cache(2, stored=KEYS))
         await fleet.until(lambda: fleet.index.held_by("p") == len(KEYS))
         fleet.reservations.take("u", 0, {"p": Held(prefill_tokens=1)}, 0.0)
-        fleet.speculation.expect("p", [b"k" * 16], 1e9)
+        fleet.speculation.expect("p", [b"k" * 16], 0, 1e9)
         fleet.workers.registered("p", None)
         assert list(fleet.workers.of_model("tiny")) == []
         assert not fleet.workers.knows("tiny")

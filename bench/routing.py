@@ -1,0 +1,136 @@
+"""Does placing prompts by prefix and load pay? Mean time to the first token of each policy on the shipped traces.
+
+Simulated (bench/sim): prompts only, 8 nodes, an LRU of 3 M tokens on each, 6,000 prompt tokens a second, FIFO. The
+Mooncake traces arrive by their own timestamps; the light Azure traces so much faster that their prompts take
+60 % of what the nodes can compute. The same again with 1,000 nodes: 125 copies of the conversation trace side by side
+(sim/trace.py), the first minutes. Ratios: mean TTFT of the policy over ours, above 1 is slower than ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench.sim.baselines import BASELINES, SEEDS, Baseline, LeastLoadedLoading
+from bench.sim.figures import Figures, Slo, figures
+from bench.sim.fleet import Setting
+from bench.sim.ours import Ours
+from bench.sim.trace import Trace, shipped, traces_folder
+from bench.sim.world import Policy, World
+
+CONVERSATION = "mooncake_conversation"
+OURS = "ours"
+LARGE = 1000
+AZURE_LOAD = 0.6
+SLO = Slo(ttft_s=10.0)
+
+Maker = Callable[[int], Policy]
+"""A policy from a seed."""
+
+
+def contenders(*, ablations: bool) -> dict[str, Maker]:
+    """Every policy; ours needs no seed. Ablations: placed by load but loading, and ours without loading."""
+    kinds: tuple[type[Baseline], ...] = (*BASELINES, LeastLoadedLoading) if ablations else BASELINES
+    found: dict[str, Maker] = {kind.name: kind for kind in kinds}
+    if ablations:
+        found["ours_without_loading"] = lambda seed: Ours(loads=False)
+    found[OURS] = lambda seed: Ours()
+    return found
+
+
+def compared(
+    setting: Setting, trace: Trace, seeds: tuple[int, ...], progress: Progress, *, ablations: bool
+) -> dict[str, Figures]:
+    """Figures of every policy on `trace`: means over the seeds."""
+    found = {}
+    for name, make in contenders(ablations=ablations).items():
+        own = seeds if "ours" not in name else seeds[:1]
+        task = progress.add_task(
+            f"{trace.name}, {setting.prefills} nodes: {name}", total=len(own) * len(trace.requests)
+        )
+
+        def seen(task: object = task) -> None:
+            progress.advance(task)  # type: ignore[arg-type]
+
+        found[name] = _mean([figures(World(setting, trace, make(seed), seen=seen).run(), SLO) for seed in own])
+        progress.remove_task(task)
+    return found
+
+
+def _mean(runs: list[Figures]) -> Figures:
+    columns = [asdict(run) for run in runs]
+    return Figures(**{name: fmean(column[name] for column in columns) for name in columns[0]})
+
+
+def arrivals(traces: dict[str, Trace]) -> Iterator[Trace]:
+    """The traces as they are played on 8 nodes."""
+    setting = Setting()
+    offered = AZURE_LOAD * setting.prefills * setting.prefill_tok_s
+    for trace in traces.values():
+        yield trace if trace.name.startswith("mooncake") else trace.faster(offered / _offered(trace))
+
+
+def _offered(trace: Trace) -> float:
+    """Prompt tokens a second."""
+    return sum(request.prompt for request in trace.requests) / trace.seconds
+
+
+def ratios(found: dict[str, Figures]) -> dict[str, float]:
+    """What the run says, ready for JSON."""
+    ours = found[OURS].ttft_mean
+    over = {f"{name}_over_ours": round(run.ttft_mean / ours, 3) for name, run in found.items() if name != OURS}
+    means = {f"{name}_ttft_s": round(run.ttft_mean, 3) for name, run in found.items()}
+    return over | means | {f"{name}_goodput": round(run.goodput, 4) for name, run in found.items()}
+
+
+def show(title: str, found: dict[str, Figures]) -> None:
+    """The table for people."""
+    table = Table(title=title)
+    for column in ("policy", "mean TTFT", "over ours", "p50", "p99", "hits", "loaded", f"TTFT <= {SLO.ttft_s:.0f} s"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for name, run in found.items():
+        table.add_row(
+            name, f"{run.ttft_mean:.3f} s", f"{run.ttft_mean / found[OURS].ttft_mean:.2f}", f"{run.ttft_p50:.2f} s",
+            f"{run.ttft_p99:.2f} s", f"{run.hit:.3f}", f"{run.loaded:.3f}", f"{run.goodput:.3f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it. With --json the last line is one JSON object."""
+    parser = argparse.ArgumentParser(prog="routing", description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--traces", type=Path, default=traces_folder(), help="folder of the traces")
+    parser.add_argument("--large-s", type=float, default=180.0, help="seconds of trace at 1,000 nodes; 0 leaves it out")
+    options = parser.parse_args(argv)
+    traces = shipped(options.traces) if options.traces else {}
+    if not traces:
+        parser.error("no traces: give --traces a folder with Mooncake's .jsonl or Azure's .csv files")
+    results: dict[str, dict[str, float]] = {}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for trace in arrivals(traces):
+            found = compared(Setting(), trace, SEEDS, progress, ablations=True)
+            results[trace.name] = ratios(found)
+            show(f"{trace.name}, 8 nodes", found)
+        if options.large_s and CONVERSATION in traces:
+            copies = LARGE // Setting().prefills
+            trace = traces[CONVERSATION].copies(copies).window(options.large_s)
+            found = compared(Setting(prefills=LARGE), trace, SEEDS[:1], progress, ablations=False)
+            results[f"{CONVERSATION}_{LARGE}"] = ratios(found)
+            show(f"{copies} x {trace.name}, {LARGE} nodes, {options.large_s:.0f} s", found)
+    if options.json:
+        print(json.dumps(results), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

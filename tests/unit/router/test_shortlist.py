@@ -1,0 +1,126 @@
+"""The shortlist: its sides are those of costs.py, and the plan among the few is the plan among all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.costs import Ask, Parameters, Role, WorkerState, decode_side, own_cost, prefill_side
+from services.router.policy import Choice, candidates, choose
+from services.router.shortlist import Fleet
+from tests.unit.router.test_policy import ask, rate, worker
+
+P = Parameters()
+
+WORKERS = st.lists(
+    st.builds(
+        worker,
+        st.sampled_from(Role),
+        st.integers(0, 30),
+        streams=st.integers(0, 90),
+        queued_tokens=st.floats(0, 5000),
+        blocks_free=st.integers(0, 200),
+        prefill_tok_s=st.floats(10, 1e5),
+        step_s=st.floats(1e-4, 0.2),
+        prefill_share=st.floats(0, 1),
+        unusable=st.sampled_from(["", "", "", "DRAINING: x"]),
+    ),
+    max_size=60,
+    unique_by=lambda w: w.id,
+)
+SIDES = {
+    Role.PREFILL: prefill_side,
+    Role.DECODE: decode_side,
+    Role.MERGED: lambda w, request: sum(own_cost(w, request, P).values()),
+}
+
+
+def fleet_of(workers: list[WorkerState]) -> Fleet:
+    fleet = Fleet()
+    for state in workers:
+        fleet.put(state)
+    return fleet
+
+
+@settings(deadline=None)
+@given(WORKERS, st.integers(1, 3000), st.dictionaries(st.sampled_from(["prefill-3", "merged-4"]), st.integers(0, 3000)))
+def test_the_sides_are_those_of_the_formula(workers: list[WorkerState], tokens: int, hits: dict[str, int]) -> None:
+    fleet, request = fleet_of(workers), ask(tokens, hits=hits)
+    for group in fleet._groups.values():
+        costs = group._cost(request, P)
+        for state, cost in zip(group.states, costs, strict=True):
+            assert cost == pytest.approx(SIDES[state.role](state, request))
+
+
+@settings(deadline=None, max_examples=200)
+@given(WORKERS, st.integers(1, 3000), st.sets(st.sampled_from(["prefill-3", "merged-4"])))
+def test_the_few_hold_the_cheapest_hand_over_and_merged_worker(
+    workers: list[WorkerState], tokens: int, exclude: set[str]
+) -> None:
+    request = ask(tokens, exclude=frozenset(exclude))
+    few = candidates(fleet_of(workers).shortlist(request, P), request, rate, P)
+    everything = candidates(workers, request, rate, P, exhaustive=True)
+    for mode in ("disaggregated", "merged"):
+        best = min((c.total for c in everything if c.mode == mode and not c.excluded), default=None)
+        found = min((c.total for c in few if c.mode == mode and not c.excluded), default=None)
+        if best is None:
+            assert found is None
+        elif mode == "merged":
+            assert found is not None
+            assert found <= best + P.tie_s
+        else:
+            # The sides ignore that a decode worker's own queue passes while the prefill computes.
+            assert found is not None
+            overlap = max((s.queued_tokens / s.prefill_tok_s for s in workers if s.role is Role.DECODE), default=0.0)
+            steps = max(s.step_s for s in workers)
+            assert found <= best + 2 * P.tie_s + overlap + steps
+
+
+def test_a_hit_brings_a_worker_in_whatever_its_place() -> None:
+    workers = [worker(Role.PREFILL, n) for n in range(100)] + [worker(Role.DECODE)]
+    fleet = fleet_of(workers)
+    for number in range(100):
+        request = ask(600, hits={f"prefill-{number}": 320})
+        choice = choose(candidates(fleet.shortlist(request, P), request, rate, P), request, P)
+        assert isinstance(choice, Choice)
+        assert choice.winner.prefill is workers[number]
+
+
+def test_equal_workers_take_turns() -> None:
+    fleet = fleet_of([worker(Role.PREFILL, n) for n in range(100)])
+    seen = Counter(s.id for n in range(500) for s in fleet.shortlist(ask(100, uid=f"u{n}"), P))
+    assert len(seen) == 100
+
+
+def test_a_row_follows_its_worker() -> None:
+    workers = [worker(Role.PREFILL, n, queued_tokens=1000.0 * n) for n in range(50)]
+    fleet = fleet_of(workers)
+    for number in range(40):
+        fleet.remove(f"prefill-{number}")
+    assert {s.id for s in fleet.shortlist(ask(), P)} == {f"prefill-{n}" for n in range(40, 42)}
+    fleet.put(replace(workers[49], queued_tokens=0.0))
+    assert "prefill-49" in {s.id for s in fleet.shortlist(ask(), P)}
+    fleet.put(replace(workers[49], fingerprint="other"))
+    assert len(fleet) == 10
+    assert len(fleet.all()) == 10
+    for number in range(40, 50):
+        fleet.remove(f"prefill-{number}")
+    assert len(fleet) == 0
+    assert fleet.block_sizes() == set()
+
+
+def test_when_nobody_may_be_taken_the_reason_is_still_told() -> None:
+    workers = [worker(Role.MERGED, n, unusable="DRAINING: x") for n in range(50)]
+    workers += [worker(Role.MERGED, 99, blocks_free=1)]
+    found = candidates(fleet_of(workers).shortlist(ask(), P), ask(), rate, P)
+    assert any(c.excluded.startswith("NO_CAPACITY") for c in found)
+
+
+def test_the_warmest_decode_worker_is_always_among_them() -> None:
+    fleet = fleet_of([worker(Role.DECODE, n, streams=n % 7) for n in range(40)])
+    request = Ask("u", 641, 16.0, hits={"decode-6": 640})
+    assert "decode-6" in {s.id for s in fleet.shortlist(request, P)}
