@@ -37,6 +37,13 @@ def test_every_kind_comes_before_any_comes_twice() -> None:
         assert {fault.kind for fault in schedule(seed, 3, MENU)} == set(MENU.weights)
 
 
+def test_what_is_spared_is_never_ended() -> None:
+    spared = [f for f in schedule(5, 200, MENU.sparing({"a", "c"})) if f.target in ("a", "c")]
+    assert {fault.kind for fault in spared} == {Kind.STOP}
+    with pytest.raises(ValueError, match="kill"):
+        MENU.sparing({"a", "b"})
+
+
 def test_a_menu_without_targets_is_refused() -> None:
     with pytest.raises(ValueError, match="kill"):
         Menu(targets={}, weights={Kind.KILL: 1}, every_s=1)

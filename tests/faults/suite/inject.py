@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,14 @@ class Injector:
         """Whether `name` was broken, or being started again, at any time after `since`."""
         return name in self._ill or any(n == name and end >= since for n, _, end in self._was_ill)
 
-    async def run(self, faults: list[Fault]) -> None:
-        """Do them all; returns when all are undone. Raises what a fault or its end raised."""
+    async def run(self, faults: list[Fault], until: float = math.inf) -> None:
+        """Do them all, or those that there is time for `until` then (`time.monotonic()`); returns when all are undone.
+        Raises what a fault or its end raised."""
         late = time.monotonic()
         try:
             for fault in faults:
+                if time.monotonic() >= until:
+                    break
                 await asyncio.sleep(max(0.0, late + fault.at_s - time.monotonic()))
                 while not self._may(fault):
                     await self._reap(0.05)

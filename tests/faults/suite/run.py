@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import tempfile
@@ -142,7 +143,11 @@ async def run_part(
         watching = group.create_task(soak.watch(stack)) if soak is not None else None
         try:
             async with asyncio.timeout(LIVE_S):
-                await injector.run(schedule(seed, faults, plan.menu(stack)) if faults else [])
+                menu, until = plan.menu(stack), math.inf
+                if soak is not None:
+                    menu = menu.sparing({stack.of_role(role)[0] for role in stack.roles()})
+                    until = time.monotonic() + soak.left_s
+                await injector.run(schedule(seed, faults, menu) if faults else [], until)
                 await load.at_least(least)
                 if soak is not None:
                     await asyncio.sleep(soak.left_s)
@@ -213,7 +218,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", default="processes,network,weights", help="comma separated")
     parser.add_argument("--faults", default="240,35,30", help="for each part; with one part any number")
     parser.add_argument("--streams", type=int, default=100, help="at least so many in each part")
-    parser.add_argument("--soak-minutes", type=float, default=0.0, help="go on so long, and watch memory")
+    parser.add_argument(
+        "--soak-minutes", type=float, default=0.0, help="go on so long, with faults while there are, and watch memory"
+    )
     parser.add_argument("--model", default=".baton/models/smollm2-135m-instruct.gguf", help="for the part `weights`")
     options = parser.parse_args(argv)
     console = Console()

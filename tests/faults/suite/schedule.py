@@ -7,8 +7,8 @@ well, so a slow machine gets the same faults in the same order, later.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -43,6 +43,7 @@ class Kind(StrEnum):
     """Some packets between two hosts do not arrive."""
 
 
+ENDING = frozenset({Kind.KILL, Kind.RESTART, Kind.TERM})
 NETWORK = frozenset({Kind.CORRUPT, Kind.CUT, Kind.DELAY, Kind.THROTTLE, Kind.LOSS})
 
 
@@ -72,6 +73,14 @@ class Menu:
         missing = [kind for kind in self.weights if not self.targets.get(kind)]
         if missing:
             raise ValueError(f"no targets for {missing}")
+
+    def sparing(self, names: Collection[str]) -> Menu:
+        """The same, but `names` are never ended: what is stopped or cut off goes on as the same process."""
+        left = {
+            kind: [name for name in targets if name not in names] if kind in ENDING else targets
+            for kind, targets in self.targets.items()
+        }
+        return replace(self, targets=left)
 
 
 _LASTS_S = {

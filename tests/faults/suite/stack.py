@@ -179,6 +179,10 @@ class FaultStack(Stack):
         """End everything; what did not go when told to."""
         return self._end_all()
 
+    def roles(self) -> set[str]:
+        """Of all processes but etcd."""
+        return {role for role, _ in self._plan.values()}
+
     def of_role(self, role: str) -> list[str]:
         """Names of the processes of that role."""
         return [name for name, (r, _) in self._plan.items() if r == role]
