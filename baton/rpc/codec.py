@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from baton.engine.port import (
@@ -14,6 +15,7 @@ from baton.engine.port import (
 )
 from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle, Segment
+from baton.kv.keys import KEY_BYTES
 from baton.kv.layout import LayoutFingerprint
 from baton.transfer.port import Peer
 from baton.v1 import kv_pb2, worker_pb2
@@ -154,10 +156,19 @@ def request_to_pb(request: Request, *, model: str = "", tenant: str = "") -> wor
     )
 
 
+MAX_UID = 256
+
+
 def request_from_pb(message: worker_pb2.Attempt) -> Request:
     """The attempt in a message. Raises BatonError(INVALID_REQUEST) naming the field that cannot be."""
     if not message.uid:
         raise BatonError(Reason.INVALID_REQUEST, "uid must not be empty", param="uid")
+    if len(message.uid) > MAX_UID:
+        raise BatonError(Reason.INVALID_REQUEST, f"uid must have at most {MAX_UID} characters", param="uid")
+    if len(message.key_root) > KEY_BYTES:
+        raise BatonError(Reason.INVALID_REQUEST, f"key_root must have at most {KEY_BYTES} bytes", param="key_root")
+    if not math.isfinite(message.deadline):
+        raise BatonError(Reason.INVALID_REQUEST, "deadline must be a time", param="deadline")
     if not message.prompt_ids:
         raise BatonError(Reason.INVALID_REQUEST, "prompt_ids must not be empty", param="prompt_ids")
     choices = tuple(message.choices) or (0,)

@@ -89,11 +89,15 @@ class WorkerContext:
         if self.stuck():
             raise BatonError(reason, f"the engine of {self.id} is stuck in a step")
 
+    def check_model(self, model: str) -> None:
+        """Raises BatonError MODEL_NOT_FOUND for another model."""
+        if model != self.card.model:
+            raise BatonError(Reason.MODEL_NOT_FOUND, f"{self.id} serves {self.card.model}, not {model}", param="model")
+
     def check_card(self, card: registry_pb2.ModelCard) -> None:
         """Raises BatonError MODEL_NOT_FOUND for another model, VERSION_MISMATCH when a digest differs, naming it."""
         ours = self.card
-        if card.model != ours.model:
-            raise BatonError(Reason.MODEL_NOT_FOUND, f"{self.id} serves {ours.model}, not {card.model}", param="model")
+        self.check_model(card.model)
         differ = card_difference(ours, card)
         if differ:
             raise BatonError(

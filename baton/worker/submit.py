@@ -77,11 +77,11 @@ class Submissions:
         context.check_moving(Reason.DECODE_UNAVAILABLE)
         session = self._sessions.get(message.session)
         context.check_card(message.card)
+        context.check_model(message.attempt.model)
         plan = message.plan
         if plan.mode not in context.modes:
-            raise BatonError(
-                Reason.INVALID_REQUEST, f"{context.id} does not run {pb.Mode.Name(plan.mode)} attempts", param="plan"
-            )
+            mode = pb.Mode.Name(plan.mode) if plan.mode in pb.Mode.values() else str(plan.mode)
+            raise BatonError(Reason.INVALID_REQUEST, f"{context.id} does not run {mode} attempts", param="plan")
         if plan.worker.epoch and plan.worker.epoch != context.epoch:
             raise BatonError(Reason.DECODE_UNAVAILABLE, f"{context.id} has restarted since the plan was made")
         if plan.mode == pb.MODE_DISAGGREGATED and not plan.prefill.address:

@@ -81,7 +81,7 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
         created=int(time.time()),
         requests=requests,
     )
-    server = make_server(create_app(frontend))
+    server = make_server(create_app(frontend), settings.client_stall_s, metrics.slow_clients.inc)
     # What is here now stays: without it each full collection walks the vocabulary and holds up the loop.
     gc.collect()
     gc.freeze()

@@ -1,21 +1,21 @@
-"""uvicorn as this frontend needs it: it leaves as `main` says, and can drop a connection that nobody reads."""
+"""uvicorn as this frontend needs it: it leaves as `main` says."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import BatonError, Reason
 from services.frontend.drain import TELL_S, Requests
-from services.frontend.respond import ABORT_EXTENSION
+from services.frontend.protocol import HttpProtocol
 
 CLOSE_S = 1
 """How long connections may take to close once their requests have ended."""
@@ -28,14 +28,6 @@ SEND_BUFFER = 128 << 10
 we would not notice before."""
 
 _log = structlog.get_logger()
-
-
-class _Protocol(HttpToolsProtocol):
-    """Offers `baton.abort`: closing waits until everything is written, which a client that does not read prevents."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
 
 
 class Server(uvicorn.Server):
@@ -83,8 +75,9 @@ class Server(uvicorn.Server):
         for connection in waiting:
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
 
-    def _protocol(self) -> _Protocol:
-        return _Protocol(self.config, self.server_state, self.lifespan.state)
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(self.config, self.server_state, self.lifespan.state)
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -101,11 +94,12 @@ def _accepted(sock: socket.socket) -> Iterator[socket.socket]:
             yield connection
 
 
-def make_server(app: FastAPI) -> Server:
-    """The HTTP server, not yet listening."""
+def make_server(app: FastAPI, client_stall_s: float, slow: Callable[[], None]) -> Server:
+    """The HTTP server, not yet listening. `slow` is called for each client that does not send the head of a request
+    within `client_stall_s`, and is cut off."""
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=functools.partial(HttpProtocol, head_s=client_stall_s, slow=slow),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         access_log=False,
@@ -129,5 +123,4 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise BatonError(Reason.INVALID_REQUEST, f"cannot listen on {host}:{port}: {error.strerror}") from error
-    sock.set_inheritable(True)
     return sock

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from baton.engine.port import Request
 from baton.errors import BatonError, Reason
 
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+MAX_CHOICES = 128
+MAX_LOGPROBS = 128
+_RANGES = {
+    "temperature": (0.0, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-math.inf, math.inf),
+    "frequency_penalty": (-math.inf, math.inf),
+    "repetition_penalty": (1e-6, math.inf),
+}
+"""Of numbers, all finite."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,8 @@ def validate(request: Request, prompt: list[int], limits: Limits) -> None:
         raise BatonError(Reason.INVALID_REQUEST, "the prompt is empty", param="prompt_ids")
     if not choices or len(set(choices)) < len(choices):
         raise BatonError(Reason.INVALID_REQUEST, "choices must be given, each once", param="n")
+    if max(choices) >= MAX_CHOICES or min(choices) < 0:
+        raise BatonError(Reason.INVALID_REQUEST, f"a choice is outside 0...{MAX_CHOICES - 1}", param="n")
     if request.emitted_ids and len(choices) > 1:
         raise BatonError(Reason.INVALID_REQUEST, "resume each choice on its own", param="emitted_ids")
     if max(prompt) >= limits.vocab_size or min(prompt) < 0:
@@ -43,9 +55,15 @@ def validate(request: Request, prompt: list[int], limits: Limits) -> None:
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         if ids and (max(ids) >= limits.vocab_size or min(ids) < 0):
             raise BatonError(Reason.INVALID_REQUEST, f"an id is outside 0...{limits.vocab_size - 1}", param=name)
-    for name in _NUMBERS:
-        if not math.isfinite(getattr(params, name)):
-            raise BatonError(Reason.INVALID_REQUEST, f"{name} must be a finite number", param=name)
+    for name, (low, high) in _RANGES.items():
+        value = getattr(params, name)
+        if not math.isfinite(value) or not low <= value <= high:
+            raise BatonError(Reason.INVALID_REQUEST, f"{name} must be a finite number{_between(low, high)}", param=name)
+    if not all(map(math.isfinite, params.logit_bias.values())):
+        raise BatonError(Reason.INVALID_REQUEST, "logit_bias must be finite numbers", param="logit_bias")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > MAX_LOGPROBS:
+            raise BatonError(Reason.INVALID_REQUEST, f"{name} must be at most {MAX_LOGPROBS}", param=name)
     if len(prompt) + 1 > limits.max_context:
         raise BatonError(
             Reason.CONTEXT_LENGTH_EXCEEDED,
@@ -54,3 +72,9 @@ def validate(request: Request, prompt: list[int], limits: Limits) -> None:
         )
     if params.max_tokens <= len(request.emitted_ids):
         raise BatonError(Reason.INVALID_REQUEST, "max_tokens leaves nothing to generate", param="max_tokens")
+
+
+def _between(low: float, high: float) -> str:
+    if math.isinf(low):
+        return ""
+    return f" of at least {low:g}" if math.isinf(high) else f" from {low:g} to {high:g}"

@@ -315,7 +315,7 @@ class Stack:
         self.background.spawn(self.client.run(), "reports")
         sock = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server = self._server = make_server(self.app)
+        server = self._server = make_server(self.app, self.frontend.client_stall_s, self.metrics.slow_clients.inc)
         self._serving = asyncio.create_task(server.serve(sockets=[sock]))
         async with asyncio.timeout(HANG_S):
             await server.listening.wait()

@@ -61,6 +61,8 @@ async def test_chat_whole(stack: Stack, model: Model) -> None:
         "reasons": ["MERGED_CHEAPEST"],
         "attempts": 1,
         "kv_bytes": 1000,
+        "store": "",
+        "stored_tokens": 0,
         "cached_tokens": 0,
         "worker": "merged-1",
         "prefill": "",

@@ -42,6 +42,15 @@ async def refused(client: Client, asked: Request) -> BatonError:
         ({"prompt": [1], "stop_token_ids": (320,)}, Reason.INVALID_REQUEST, "stop_token_ids"),
         ({"prompt": [1], "temperature": float("nan")}, Reason.INVALID_REQUEST, "temperature"),
         ({"prompt": [1], "repetition_penalty": float("inf")}, Reason.INVALID_REQUEST, "repetition_penalty"),
+        ({"prompt": [1], "temperature": -0.1}, Reason.INVALID_REQUEST, "temperature"),
+        ({"prompt": [1], "top_p": 1.1}, Reason.INVALID_REQUEST, "top_p"),
+        ({"prompt": [1], "min_p": 5.0}, Reason.INVALID_REQUEST, "min_p"),
+        ({"prompt": [1], "repetition_penalty": 0.0}, Reason.INVALID_REQUEST, "repetition_penalty"),
+        ({"prompt": [1], "logit_bias": {3: float("nan")}}, Reason.INVALID_REQUEST, "logit_bias"),
+        ({"prompt": [1], "logprobs": 2**32 - 1}, Reason.INVALID_REQUEST, "logprobs"),
+        ({"prompt": [1], "prompt_logprobs": 129}, Reason.INVALID_REQUEST, "prompt_logprobs"),
+        ({"prompt": [1], "choices": tuple(range(129))}, Reason.INVALID_REQUEST, "n"),
+        ({"prompt": [1], "choices": (2**32 - 1,)}, Reason.INVALID_REQUEST, "n"),
         ({"prompt": [1] * 2048}, Reason.CONTEXT_LENGTH_EXCEEDED, "prompt_ids"),
     ],
 )
@@ -122,7 +131,7 @@ async def test_parameters_that_break_the_draw_break_nobody_else(client: Client, 
 
 async def test_a_distribution_that_is_none_ends_its_request(client: Client, oracle: Oracle) -> None:
     """Finite parameters can still leave nothing to draw from."""
-    nothing = request(PROMPT, max_tokens=40, temperature=1.0, repetition_penalty=0.0, logit_bias={7: float("inf")})
+    nothing = request(PROMPT, max_tokens=40, temperature=1.0, logit_bias={7: 1e300})
     streams = [await client.submit(request(PROMPT, max_tokens=40)), await client.submit(nothing)]
     with pytest.raises(BatonError) as caught:
         await streams[1].result()
