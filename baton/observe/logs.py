@@ -6,6 +6,16 @@ import logging
 import sys
 
 import structlog
+from google.protobuf.message import DecodeError
+
+
+class _NoTraceOfBadBytes(logging.Filter):
+    """gRPC logs a message that cannot be decoded as if it were a fault of ours: a line is enough, whoever sends it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], DecodeError):
+            record.exc_info = None
+        return True
 
 
 def setup_logs(service: str, id: str, level: str = "info", json: bool = False) -> None:
@@ -17,6 +27,7 @@ def setup_logs(service: str, id: str, level: str = "info", json: bool = False) -
     if number is None:
         raise ValueError(f"log level {level!r} is none of debug, info, warning, error")
     logging.basicConfig(stream=sys.stderr, level=max(number, logging.WARNING), format="%(name)s: %(message)s")
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_NoTraceOfBadBytes())
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if json
