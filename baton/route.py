@@ -31,6 +31,8 @@ class RouteReason(StrEnum):
     KV_LAYOUT_MISMATCH = "KV_LAYOUT_MISMATCH"
     KV_STALE_EPOCH = "KV_STALE_EPOCH"
     KV_LEASE_LOST = "KV_LEASE_LOST"
+    STORE_LOAD_FAILED = "STORE_LOAD_FAILED"
+    """A store brought less than planned, or not in time: the rest was computed."""
 
     # What was done about it.
     ALTERNATE_PREFILL = "ALTERNATE_PREFILL"

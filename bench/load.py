@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import orjson
@@ -16,12 +17,15 @@ TIMEOUT_S = 120.0
 
 @dataclass
 class Answer:
-    """One streamed request, as far as it came. Times are `time.perf_counter()` seconds; `route` is `x-baton-route`."""
+    """One streamed request, as far as it came. Times are `time.perf_counter()` seconds; `route` is `x-baton-route`,
+    `story` the `baton` field of the last chunk."""
 
     sent: float = 0.0
     times: list[float] = field(default_factory=list)
     route: str = ""
     error: str = ""
+    story: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with the first piece of text, or the error that came instead."""
 
@@ -62,6 +66,8 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], m
                 if not line.startswith("data: {"):
                     continue
                 chunk = orjson.loads(line[6:])
+                answer.story = chunk.get("baton") or answer.story
+                answer.text += "".join(choice.get("text") or "" for choice in chunk.get("choices", ()))
                 if "error" in chunk:
                     answer.error = str(chunk["error"])[:300]
                 elif any(choice.get("text") for choice in chunk.get("choices", ())):

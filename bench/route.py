@@ -37,12 +37,15 @@ from baton.rpc.tasks import Background
 from baton.v1 import kv_pb2, registry_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from services.router.costs import Parameters
 from services.router.index import PrefixIndex
+from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import Prefetcher
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations
 from services.router.service import RouterService
 from services.router.speculation import Speculation
+from services.router.stores import Stores
 from services.router.workers import Known, Workers
 
 CHAIN = 256
@@ -72,14 +75,18 @@ class Bench:
         self.random = random.Random(seed)
         self.chains = -(-blocks // CHAIN)
         self.index = PrefixIndex(blocks + CHAIN)
-        reservations, rates, shares = Reservations(), Rates(), PrefillShare()
-        speculation = Speculation(self.index)
-        self.workers = StillWorkers(
-            Background("bench"), self.index, reservations, rates, shares, Quarantine(), speculation
+        reservations, rates, shares, loads = Reservations(), Rates(), PrefillShare(), LoadRates()
+        speculation, background, metrics = (
+            Speculation(self.index),
+            Background("bench"),
+            RouterMetrics(CollectorRegistry()),
         )
+        self.workers = StillWorkers(background, self.index, reservations, rates, shares, Quarantine(), speculation)
+        stores = Stores(background, self.index, loads, Quarantine())
+        prefetcher = Prefetcher(background, Channels(), metrics.prefetches)
         self.service = RouterService(
-            self.workers, self.index, speculation, reservations, rates, shares, Parameters(),
-            cast("Registry", None), RouterMetrics(CollectorRegistry()),
+            self.workers, self.index, speculation, reservations, rates, shares, stores, loads, prefetcher, Parameters(),
+            cast("Registry", None), metrics,
         )  # fmt: skip
         self.ids = [f"worker-{number:04d}" for number in range(count)]
         for number, id in enumerate(self.ids):

@@ -83,6 +83,8 @@ def _candidate(one: router_pb2.Candidate) -> dict[str, Any]:
         "chosen": one.chosen,
         "excluded": one.excluded,
         "transport": one.transport,
+        "store": one.store,
+        "stored_tokens": one.stored_tokens,
     }
 
 

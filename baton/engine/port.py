@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -272,6 +273,11 @@ class Engine(abc.ABC):
     def cache_events(self) -> AsyncIterator[list[CacheEvent]]:
         """Changes of the prefix cache, in order. One consumer; bounded: on overflow the next event is `cleared` with a
         full listing."""
+
+    @abc.abstractmethod
+    def hold(self, keys: Sequence[bytes]) -> AbstractAsyncContextManager[Sequence[Handle]]:
+        """Handles of those of `keys` whose sealed blocks are in the pool, in order: they stay where they are until the
+        context is left, so that a store can read them. Raises BatonError(ENGINE_FAILED)."""
 
     @abc.abstractmethod
     def stats(self) -> EngineStats:

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from baton.engine.port import FinishReason, FirstToken, Request, Reservation, TokenEvent, TokenLogprob
 from baton.errors import BatonError, Reason
+from baton.route import RouteReason
 from baton.rpc.codec import logprob_to_pb
 from baton.rpc.errors import failure
 from baton.v1 import worker_pb2 as pb
@@ -35,12 +36,20 @@ class Attempt:
     """
 
     def __init__(
-        self, request: Request, session: Session, plan: pb.Plan, strict: bool, worker: str, metrics: WorkerMetrics
+        self,
+        request: Request,
+        session: Session,
+        plan: pb.Plan,
+        strict: bool,
+        worker: str,
+        metrics: WorkerMetrics,
+        tenant: str = "",
     ) -> None:
         self.request = request
         self.session = session
         self.plan = plan
         self.strict = strict
+        self.tenant = tenant
         self.stage = Stage.QUEUED
         self.started = time.monotonic()
         self.route = pb.RouteTaken(mode=plan.mode, reasons=plan.reasons, worker=worker)
@@ -48,6 +57,8 @@ class Attempt:
         self.reservation: Reservation | None = None
         self.task: asyncio.Task[None] | None = None
         self.open = set(request.choices)
+        self.output: dict[int, list[int]] = {choice: [] for choice in request.choices}
+        """Tokens sent, by choice; those emitted before this attempt are not among them."""
         self.emitted = False
         """Whether the client has a token of this attempt."""
         self._ended = asyncio.Event()
@@ -66,6 +77,15 @@ class Attempt:
     def tokens(self) -> int:
         """Prompt and emitted tokens: what must have KV before the next token can be drawn."""
         return len(self.request.prompt_ids) + len(self.request.emitted_ids)
+
+    def note_store(self, stored: pb.StoreLoad) -> None:
+        """What a store brought of the prompt, wherever it was computed."""
+        self.route.store, self.route.store_tier = stored.store, stored.tier
+        self.route.stored_tokens, self.route.store_bytes = stored.tokens, stored.bytes
+        self.route.store_seconds = stored.seconds
+        if stored.reason:
+            self.route.reasons.append(RouteReason.STORE_LOAD_FAILED)
+            self._metrics.fallbacks.labels(RouteReason.STORE_LOAD_FAILED).inc()
 
     async def finished(self) -> None:
         """Wait until every choice has finished. Raises the BatonError with which the engine gave the request up."""
@@ -132,6 +152,7 @@ class Attempt:
             # The first prompt token has none: its place is kept by an empty message.
             event.prompt_logprobs.extend(logprob_to_pb(lp) if lp else pb.Logprob() for lp in prompt_logprobs)
         self.emitted = self.emitted or bool(token_ids)
+        self.output[choice].extend(token_ids)
         if finish is not None:
             event.finish = finish.value
             self.open.discard(choice)

@@ -24,6 +24,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempt
 from baton.worker.context import WorkerContext
 from baton.worker.handover import Handover
+from baton.worker.load import StoreLoader
 from baton.worker.local import run_local
 
 _log = structlog.get_logger()
@@ -96,7 +97,9 @@ def route_reason(failed: Reason) -> RouteReason:
     return _ROUTE_REASON.get(failed, RouteReason.PREFILL_FAILED)
 
 
-async def run_disaggregated(context: WorkerContext, attempt: Attempt, reservation: Reservation) -> None:
+async def run_disaggregated(
+    context: WorkerContext, attempt: Attempt, reservation: Reservation, loader: StoreLoader
+) -> None:
     """Get the prompt's KV from the plan's prefill, or do what the policy says instead, and start generating.
 
     Raises BatonError (strict, or the request's own fault) and HandedBack.
@@ -126,7 +129,7 @@ async def run_disaggregated(context: WorkerContext, attempt: Attempt, reservatio
             if step is Step.HAND_BACK:
                 raise HandedBack(error.reason, reservation.cached_tokens) from error
             attempt.route.mode = pb.MODE_LOCAL
-            return await run_local(context, attempt, reservation, handover.first)
+            return await run_local(context, attempt, reservation, loader, handover.first)
         context.metrics.handovers.labels("ok").inc()
         if attempt.open:
             await context.engine.generate(reservation, first)

@@ -66,12 +66,16 @@ class Handover:
             call.cancel()
 
     def _run_request(self) -> pb.RunRequest:
+        plan = self._attempt.plan
         return pb.RunRequest(
-            attempt=request_to_pb(self._attempt.request),
+            attempt=request_to_pb(self._attempt.request, tenant=self._attempt.tenant),
             have_prefix=self._reservation.cached_tokens,
             fingerprint=self._context.fingerprint,
             peer=self._context.peer,
             card=self._context.card,
+            store=plan.store,
+            stored_tokens=plan.stored_tokens,
+            store_tier=plan.store_tier,
         )
 
     async def _connect(self, channel: grpc.aio.Channel) -> None:
@@ -119,6 +123,8 @@ class Handover:
             elif event.HasField("done"):
                 self.first = self._first_tokens(event.done)
                 self._attempt.route.cached_tokens = event.done.cached_tokens
+                if event.done.HasField("stored"):
+                    self._attempt.note_store(event.done.stored)
                 self._attempt.send_first(self.first)
                 self._blocks.put_nowait(None)
                 if not self._attempt.open:

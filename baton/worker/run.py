@@ -14,12 +14,15 @@ from typing import cast
 
 import structlog
 
-from baton.engine.port import PrefillDone, PrefillEvent, Reservation, SealedBlocks
+from baton.engine.port import PrefillDone, PrefillEvent, Request, Reservation, SealedBlocks
 from baton.errors import BatonError, Reason
+from baton.kv.keys import block_keys
 from baton.rpc.codec import first_token_to_pb, handle_to_pb, logprob_to_pb, request_from_pb
 from baton.rpc.errors import failure
 from baton.v1 import worker_pb2 as pb
 from baton.worker.context import RESERVE_S, WorkerContext, remaining_s
+from baton.worker.load import Source, StoreLoader
+from baton.worker.offers import Offers
 from baton.worker.watch import Watchers
 
 ALIVE_S = 0.4
@@ -41,8 +44,10 @@ class _Run:
 class Runs:
     """The open runs of this process: its leases."""
 
-    def __init__(self, context: WorkerContext, watchers: Watchers) -> None:
+    def __init__(self, context: WorkerContext, watchers: Watchers, loader: StoreLoader, offers: Offers) -> None:
         self._context = context
+        self._loader = loader
+        self._offers = offers
         self._watchers = watchers
         self.refusing = False
         """Whether new runs are refused: some time after `draining` was told."""
@@ -131,7 +136,9 @@ class Runs:
             accepted = pb.Accepted(cached_tokens=reservation.hit_tokens, peer=ours.peer)
             await run.write(pb.RunEvent(accepted=accepted))
             async with asyncio.timeout(remaining_s(request.deadline)):
-                await self._prefill(reservation, -(-message.have_prefix // ours.spec.block_size), run)
+                stored = await self._load(reservation, message, run)
+                await self._prefill(reservation, -(-message.have_prefix // ours.spec.block_size), stored, run)
+                self._offer(request, message.attempt.tenant)
                 await run.closing.wait()  # the lease
             raise BatonError(Reason.DRAINING, f"{ours.id} is draining: the lease ends")
         except TimeoutError:
@@ -142,7 +149,32 @@ class Runs:
             if reservation is not None:
                 await ours.release(reservation)
 
-    async def _prefill(self, reservation: Reservation, have_blocks: int, run: _Run) -> None:
+    async def _load(self, reservation: Reservation, message: pb.RunRequest, run: _Run) -> pb.StoreLoad | None:
+        """What the plan's store has of the prompt, with signs of life meanwhile. Cut short when the run is to close."""
+        source = Source(message.store, message.stored_tokens, message.store_tier, message.attempt.tenant)
+        if not source:
+            return None
+        loading = asyncio.create_task(self._loader.load(reservation, source), name="store load")
+        closing = asyncio.create_task(run.closing.wait(), name="run closing")
+        try:
+            while not loading.done() and not closing.done():
+                await asyncio.wait((loading, closing), timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if not loading.done() and not self._context.stuck():
+                    await run.write(pb.RunEvent(blocks=pb.Blocks()))
+            return loading.result() if loading.done() else None
+        finally:
+            for task in (loading, closing):
+                task.cancel()
+            await asyncio.gather(loading, closing, return_exceptions=True)
+
+    def _offer(self, request: Request, tenant: str) -> None:
+        """The prompt's full blocks are sealed: a store may have them."""
+        prompt = [*request.prompt_ids, *request.emitted_ids]
+        self._offers.offer(block_keys(request.key_root, prompt, self._context.spec.block_size), tenant)
+
+    async def _prefill(
+        self, reservation: Reservation, have_blocks: int, stored: pb.StoreLoad | None, run: _Run
+    ) -> None:
         """Announce until the prompt is computed, or until the run is to close."""
         events = cast("AsyncGenerator[PrefillEvent, None]", self._context.engine.prefill(reservation))
         closing = asyncio.create_task(run.closing.wait(), name="run closing")
@@ -153,7 +185,7 @@ class Runs:
                 await asyncio.wait((step, closing), timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
                 if step.done():
                     event, step = step.result(), None
-                    await run.write(_to_pb(event, have_blocks))
+                    await run.write(_to_pb(event, have_blocks, stored))
                     if isinstance(event, PrefillDone):
                         return
                 elif not self._context.stuck():
@@ -166,7 +198,7 @@ class Runs:
             await events.aclose()
 
 
-def _to_pb(event: PrefillEvent, have_blocks: int) -> pb.RunEvent:
+def _to_pb(event: PrefillEvent, have_blocks: int, stored: pb.StoreLoad | None = None) -> pb.RunEvent:
     if isinstance(event, SealedBlocks):
         skip = max(0, min(have_blocks - event.first_block, len(event.handles)))
         blocks = pb.Blocks(first_block=event.first_block + skip)
@@ -177,5 +209,6 @@ def _to_pb(event: PrefillEvent, have_blocks: int) -> pb.RunEvent:
             first=[first_token_to_pb(t) for t in event.first],
             cached_tokens=event.cached_tokens,
             prompt_logprobs=[logprob_to_pb(lp) if lp else pb.Logprob() for lp in event.prompt_logprobs],
+            stored=stored,
         )
     )

@@ -59,6 +59,7 @@ async def _serve(process: Process, role: WorkerRole, settings: WorkerSettings) -
     serving.spawn_loops()
     await process.registry.start()
     process.background.spawn(announcement.run(), "announce")
+    serving.stores.follow(process.registry.view("kvstores", registry_pb2.KvStore))
     if pb.MODE_DISAGGREGATED in context.modes:
         Warmer(context).follow(process.registry.view("workers", registry_pb2.Worker))
     await server.set_serving(True)

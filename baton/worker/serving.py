@@ -13,10 +13,14 @@ from baton.worker import state
 from baton.worker.announce import Announcement
 from baton.worker.attempts import Attempts
 from baton.worker.context import WorkerContext
+from baton.worker.conversations import Conversations
 from baton.worker.drain import drain
+from baton.worker.load import StoreLoader
+from baton.worker.offers import Offers
 from baton.worker.run import Runs
 from baton.worker.service import WorkerServicer
 from baton.worker.sessions import Session, Sessions
+from baton.worker.stores import Stores
 from baton.worker.submit import Submissions
 from baton.worker.watch import Watchers
 
@@ -38,13 +42,21 @@ class Serving:
         )
         self.attempts = Attempts(context.metrics, self.watchers.changed)
         self.sessions = Sessions(context.epoch, context.metrics, lambda: state.heartbeat(context), self._end_session)
-        self.runs = Runs(context, self.watchers)
+        self.stores = Stores(
+            context.peer, context.fingerprint, context.transports, context.channels, context.background
+        )
+        self.offers = Offers(context, self.stores)
+        self.conversations = Conversations(context, self.attempts, self.offers)
+        self.loader = StoreLoader(context, self.stores)
+        self.runs = Runs(context, self.watchers, self.loader, self.offers)
         self.announcement: Announcement | None = None
         self._end = end
 
     def servicer(self) -> WorkerServicer:
         """The gRPC face of all of it."""
-        submissions = Submissions(self.context, self.sessions, self.attempts, self.watchers)
+        submissions = Submissions(
+            self.context, self.sessions, self.attempts, self.watchers, self.loader, self.conversations
+        )
         return WorkerServicer(
             self.context,
             self.sessions,
@@ -64,6 +76,8 @@ class Serving:
         spawn(self._follow_tokens(), "engine events")
         spawn(self._follow_cache(), "cache events")
         spawn(self._show(), "metrics")
+        spawn(self.offers.run(), "offers to stores")
+        spawn(self.conversations.watch(), "conversations")
 
     async def drain(self, deadline_s: float | None) -> int:
         """Take no new work, tell everyone, and end or move what runs. Returns what is left."""

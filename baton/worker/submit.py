@@ -13,7 +13,9 @@ from baton.rpc.codec import request_from_pb
 from baton.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempt, Attempts, Stage
 from baton.worker.context import RESERVE_S, WorkerContext, remaining_s
+from baton.worker.conversations import Conversations
 from baton.worker.fallback import HandedBack, run_disaggregated
+from baton.worker.load import StoreLoader
 from baton.worker.local import run_local
 from baton.worker.sessions import Sessions
 from baton.worker.watch import Watchers
@@ -24,11 +26,21 @@ _log = structlog.get_logger()
 class Submissions:
     """Takes attempts in and runs them."""
 
-    def __init__(self, context: WorkerContext, sessions: Sessions, attempts: Attempts, watchers: Watchers) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        sessions: Sessions,
+        attempts: Attempts,
+        watchers: Watchers,
+        loader: StoreLoader,
+        conversations: Conversations,
+    ) -> None:
         self._context = context
         self._sessions = sessions
         self._attempts = attempts
         self._watchers = watchers
+        self._loader = loader
+        self._conversations = conversations
 
     async def submit(self, message: pb.SubmitRequest) -> None:
         """Validate, reserve, and leave the attempt running. Raises BatonError, with nothing left behind, when refused.
@@ -80,7 +92,7 @@ class Submissions:
         request = request_from_pb(message.attempt)
         remaining_s(request.deadline)
         strict = message.fallback == pb.FALLBACK_STRICT
-        return Attempt(request, session, plan, strict, context.id, context.metrics)
+        return Attempt(request, session, plan, strict, context.id, context.metrics, message.attempt.tenant)
 
     async def _run(self, attempt: Attempt, admitted: asyncio.Future[None]) -> None:
         log = _log.bind(uid=attempt.request.uid, attempt=attempt.request.attempt)
@@ -115,6 +127,7 @@ class Submissions:
             else:
                 admitted.set_exception(failure)
         finally:
+            self._conversations.ended(attempt)
             if attempt.reservation is not None:
                 await self._context.release(attempt.reservation)
 
@@ -129,7 +142,7 @@ class Submissions:
 
     async def _generate(self, attempt: Attempt, reservation: Reservation) -> None:
         if attempt.plan.mode == pb.MODE_DISAGGREGATED:
-            await run_disaggregated(self._context, attempt, reservation)
+            await run_disaggregated(self._context, attempt, reservation, self._loader)
         else:
-            await run_local(self._context, attempt, reservation)
+            await run_local(self._context, attempt, reservation, self._loader)
         attempt.stage = Stage.DECODING

@@ -137,6 +137,8 @@ class Call:
             "attempts": sum(generation.attempts for generation in self._generations),
             "kv_bytes": sum(generation.kv_bytes for generation in self._generations),
             "cached_tokens": self._cached(),
+            "store": first.route.store if first.route is not None else "",
+            "stored_tokens": first.route.stored_tokens if first.route is not None else 0,
             "worker": worker or first.plan.worker.id,
             "prefill": prefill,
         }

@@ -441,7 +441,7 @@ class Generation:
             self.kv_bytes += leg.route.kv_bytes
             if self.cached_tokens is None and (leg.tokens or reason is None):
                 # A later one finds the output of this one as well: that is no part of what was asked.
-                self.cached_tokens = leg.route.cached_tokens
+                self.cached_tokens = leg.route.cached_tokens + leg.route.stored_tokens
             for name in leg.route.reasons:
                 self._note(name)
         self._outcome(leg, reason)

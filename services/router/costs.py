@@ -5,9 +5,12 @@ The formula, its inputs, parameters and limits are in README.md beside this file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from services.router.stored import Load, LoadTime, Reader, StoredRun, loads, worth
 
 
 class Role(StrEnum):
@@ -28,6 +31,7 @@ class Parameters:
     assumed_arrivals_s: float = 0.5
     whole: int = 8
     tie_s: float = 0.001
+    load_margin: float = 1.25
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class WorkerState:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What is to be routed. `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by
-    worker id."""
+    worker id, `stored` what stores hold of the prompt."""
 
     uid: str
     prompt_tokens: int
@@ -74,15 +78,41 @@ class Ask:
     merged_only: bool = False
     strict: bool = False
     ttft_slo_s: float = 0.0
+    stored: Sequence[StoredRun] = ()
 
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
         hit = self.hits.get(worker.id, 0)
-        return min(hit, (self.prompt_tokens - 1) // worker.block_size * worker.block_size) if hit else 0
+        return min(hit, self.reusable(worker)) if hit else 0
+
+    def reusable(self, worker: WorkerState) -> int:
+        """Tokens of the prompt that need not be computed when their KV is there: whole blocks, never the last token."""
+        return (self.prompt_tokens - 1) // worker.block_size * worker.block_size
 
 
 TransferRate = Callable[[str, str], float]
 """(prefill id, decode id) -> bytes per second."""
+
+
+def no_loads(store: str, tier: str, worker: str, bytes_: float) -> float:
+    """A LoadTime without stores."""
+    return math.inf
+
+
+def worthwhile_loads(
+    worker: WorkerState, ask: Ask, load_time: LoadTime, parameters: Parameters, pass_s: float | None = None
+) -> list[Load]:
+    """Loads that cost `worker` less than computing what they bring."""
+    if not ask.stored:
+        return []
+    have = ask.cached(worker)
+    reader = Reader(worker.id, worker.fingerprint, worker.block_size, worker.block_bytes, have, ask.reusable(worker))
+    return worth(
+        loads(ask.stored, reader, load_time),
+        have,
+        lambda there: prefill_seconds(worker, ask.prompt_tokens - there, pass_s),
+        parameters.load_margin,
+    )
 
 
 def prefill_seconds(worker: WorkerState, tokens: float, pass_s: float | None = None) -> float:
@@ -114,32 +144,47 @@ def _stream_terms(worker: WorkerState, ask: Ask, expected_share: float = 0.0) ->
     }
 
 
-def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters) -> dict[str, float]:
-    """Terms of a worker that computes the prompt and streams: merged, or local on a decode worker."""
-    uncached = ask.prompt_tokens - ask.cached(worker)
+def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load | None = None) -> dict[str, float]:
+    """Terms of a worker that computes the prompt and streams: merged, or local on a decode worker. What it loads from a
+    store it need not compute."""
+    uncached = ask.prompt_tokens - (load.tokens if load else ask.cached(worker))
     freeze_s = uncached / worker.prefill_tok_s
     frozen = worker.streams + parameters.assumed_streams
     return {
         "queue": queue_seconds(worker, ask),
         "prefill": prefill_seconds(worker, uncached),
+        "load": load.seconds if load else 0.0,
         "transfer": 0.0,
         "stall": freeze_s * frozen * parameters.stall_weight,
         **_stream_terms(worker, ask, parameters.assumed_arrivals_s * freeze_s),
     }
 
 
+def pair_pass_s(prefill: WorkerState, decode: WorkerState) -> float:
+    """Seconds of a forward pass on the prefill of a pair: it runs no decode steps, so what it knows of one is as old as
+    its start. Both run the same model."""
+    return min(prefill.step_s, decode.step_s)
+
+
 def pair_cost(
-    prefill: WorkerState, decode: WorkerState, ask: Ask, transfer_rate: TransferRate, parameters: Parameters
+    prefill: WorkerState,
+    decode: WorkerState,
+    ask: Ask,
+    transfer_rate: TransferRate,
+    parameters: Parameters,
+    load: Load | None = None,
 ) -> dict[str, float]:
-    """Terms of a hand-over. The decode worker's own queue passes while the prefill computes: the rest of it counts."""
-    # A prefill worker runs no decode steps: what it knows of one is as old as its start. Both run the same model.
-    pass_s = min(prefill.step_s, decode.step_s)
-    compute = prefill_seconds(prefill, ask.prompt_tokens - ask.cached(prefill), pass_s)
+    """Terms of a hand-over. The decode worker's own queue passes while the prefill loads and computes: the rest of it
+    counts."""
+    there = load.tokens if load else ask.cached(prefill)
+    load_s = load.seconds if load else 0.0
+    compute = prefill_seconds(prefill, ask.prompt_tokens - there, pair_pass_s(prefill, decode))
     ahead = queue_seconds(prefill, ask)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
     return {
-        "queue": ahead + max(0.0, queue_seconds(decode, ask) - ahead - compute),
+        "queue": ahead + max(0.0, queue_seconds(decode, ask) - ahead - load_s - compute),
         "prefill": compute,
+        "load": load_s,
         "transfer": parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
         "stall": 0.0,
         **_stream_terms(decode, ask),

@@ -17,9 +17,14 @@ _MODES = {
 }
 
 
-def plan(choice: Choice, registration: Callable[[str], registry_pb2.Worker]) -> worker_pb2.Plan:
-    """The router's answer; `registration` gives that of a worker id."""
+def plan(
+    choice: Choice,
+    registration: Callable[[str], registry_pb2.Worker],
+    store: registry_pb2.KvStore | None = None,
+) -> worker_pb2.Plan:
+    """The router's answer; `registration` gives that of a worker id, `store` is the one that the winner loads from."""
     winner = choice.winner
+    load = winner.load if store is not None else None
 
     def target(state: WorkerState | None) -> worker_pb2.Target | None:
         if state is None:
@@ -36,6 +41,9 @@ def plan(choice: Choice, registration: Callable[[str], registry_pb2.Worker]) -> 
         reasons=[reason.value for reason in choice.reasons],
         local_is_cheapest=choice.local_is_cheapest,
         predicted_ms=milliseconds(winner),
+        store=worker_pb2.Target(id=store.id, address=store.address, epoch=store.epoch) if store and load else None,
+        stored_tokens=load.tokens if load else 0,
+        store_tier=load.tier if load else "",
     )
 
 
@@ -65,4 +73,7 @@ def candidate(item: Candidate, chosen: Candidate | None, transport: str) -> rout
         chosen=item is chosen,
         excluded=item.excluded,
         transport=transport,
+        store=item.load.store if item.load else "",
+        stored_tokens=item.load.tokens if item.load else 0,
+        store_tier=item.load.tier if item.load else "",
     )

@@ -12,17 +12,21 @@ import structlog
 
 from baton.observe.metrics import MetricsServer
 from baton.process import ANNOUNCE_S, Process, run_process
+from baton.rpc.channel import Channels
 from baton.rpc.server import RpcServer
 from baton.v1 import registry_pb2, router_pb2_grpc
 from services.router.costs import Parameters
 from services.router.index import PrefixIndex
+from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import Prefetcher
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
 from services.router.speculation import Speculation
+from services.router.stores import Stores
 from services.router.workers import Workers
 
 SYNC_S = 3.0
@@ -43,7 +47,24 @@ async def _serve(process: Process, settings: RouterSettings) -> None:
     speculation = Speculation(index)
     workers = Workers(process.background, index, reservations, rates, shares, Quarantine(), speculation)
     parameters, metrics = Parameters(stall_weight=settings.stall_weight), RouterMetrics(process.collectors)
-    service = RouterService(workers, index, speculation, reservations, rates, shares, parameters, registry, metrics)
+    loads, channels = LoadRates(), Channels()
+    process.closing(channels.close)
+    stores = Stores(process.background, index, loads, Quarantine())
+    prefetcher = Prefetcher(process.background, channels, metrics.prefetches)
+    service = RouterService(
+        workers,
+        index,
+        speculation,
+        reservations,
+        rates,
+        shares,
+        stores,
+        loads,
+        prefetcher,
+        parameters,
+        registry,
+        metrics,
+    )
     server = RpcServer(settings.host, settings.port)
     server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, service, "baton.v1.RouterService")
     process.closing(partial(server.stop, 0))
@@ -55,6 +76,8 @@ async def _serve(process: Process, settings: RouterSettings) -> None:
     await registry.start()
     view = registry.view("workers", registry_pb2.Worker, confirm=workers.answers)
     workers.follow(view, registry.view("models", registry_pb2.ModelCard))
+    view.subscribe(lambda id, worker: loads.forget(id) if worker is None else None)
+    stores.follow(registry.view("kvstores", registry_pb2.KvStore))
     if not await view.synced(SYNC_S):
         _log.warning("ready without the registry: no worker is known yet")
     registration = await registry.register("routers", process.id, _registration(process, address, figures.url))
@@ -67,6 +90,7 @@ async def _serve(process: Process, settings: RouterSettings) -> None:
     await asyncio.sleep(ANNOUNCE_S)
     await server.stop(settings.drain_s)
     workers.close()
+    stores.close()
 
 
 def _registration(process: Process, address: str, metrics_url: str) -> registry_pb2.Router:

@@ -27,6 +27,12 @@ class RouterMetrics:
         self.reported_failures = Counter(
             "baton_router_reported_failures_total", "Failed connections told by frontends", registry=registry
         )
+        self.prefetches = Counter(
+            "baton_router_prefetches_total",
+            "Hints to stores, by result: ok, dropped or a code",
+            ["result"],
+            registry=registry,
+        )
         self.index_keys = Gauge("baton_router_index_keys", "Different block keys known", registry=registry)
         self.index_dropped = Gauge("baton_router_index_dropped", "Keys forgotten at the bound", registry=registry)
         self.index_gaps = Gauge("baton_router_index_gaps", "Gaps in workers' cache events", registry=registry)

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from baton.errors import Reason
 from baton.route import RouteReason
@@ -20,10 +21,14 @@ from services.router.costs import (
     Role,
     TransferRate,
     WorkerState,
+    no_loads,
     own_cost,
     pair_cost,
+    pair_pass_s,
     prefill_side,
+    worthwhile_loads,
 )
+from services.router.stored import Load, LoadTime
 
 
 class Mode(StrEnum):
@@ -42,7 +47,8 @@ _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 class Candidate:
     """One way to run the request; never changed once made.
 
-    `terms` are seconds by name and `total` their sum, the cost; `excluded` is why it may not be taken, or empty.
+    `terms` are seconds by name and `total` their sum, the cost; `excluded` is why it may not be taken, or empty. `load`
+    is what it takes from a store.
     """
 
     mode: Mode
@@ -52,11 +58,12 @@ class Candidate:
     total: float
     cached_tokens: int
     excluded: str = ""
+    load: Load | None = None
 
     @property
     def ttft(self) -> float:
         """Predicted seconds to the first token: the terms that this request itself waits for."""
-        return sum(self.terms[name] for name in ("queue", "prefill", "transfer"))
+        return sum(self.terms[name] for name in ("queue", "prefill", "load", "transfer"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,10 @@ def candidates(
     parameters: Parameters,
     *,
     exhaustive: bool = False,
+    load_time: LoadTime = no_loads,
 ) -> list[Candidate]:
-    """Every way to run the request, costed; barred ones carry the reason in `excluded`.
+    """Every way to run the request, costed; barred ones carry the reason in `excluded`. Each with the cheapest of what
+    stores offer it, where that is cheaper than computing.
 
     Pairs grow with prefills x decodes, so not each is paired with each (_cross), and those that are barred only for the
     reason they carry. `exhaustive` pairs all.
@@ -121,14 +130,17 @@ def candidates(
         mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
         if mode is Mode.LOCAL:
             decodes.append((worker, why))
-        terms = own_cost(worker, ask, parameters)
-        found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why))
+        loads = worthwhile_loads(worker, ask, load_time, parameters)
+        terms, load = _cheapest(partial(own_cost, worker, ask, parameters), loads)
+        found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why, load))
 
     def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
         if not why and prefill.fingerprint != decode.fingerprint:
             why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
-        terms = pair_cost(prefill, decode, ask, transfer_rate, parameters)
-        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, sum(terms.values()), ask.cached(prefill), why)
+        loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
+        terms, load = _cheapest(partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
+        total, cached = sum(terms.values()), ask.cached(prefill)
+        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, cached, why, load)
 
     if exhaustive:
         everyone = [(p, "") for p in prefills] + barred_prefills
@@ -152,14 +164,26 @@ def _cross(
     parameters: Parameters,
     pair: Callable[[WorkerState, WorkerState], Candidate],
 ) -> list[Candidate]:
-    """Pairs of one layout: the best prefill with every decode worker, then the best decode of these with the other
-    prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
+    """Pairs of one layout: the prefill with the cheapest side with every decode worker, then the best decode of these
+    with the other prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
     first = prefills[0]
     if len(prefills) > 1:
         first = min(prefills, key=lambda p: (prefill_side(p, ask), _spread(ask.uid, p.id)))
     found = [pair(first, decode) for decode in decodes]
     best = _best(found, ask, parameters)
     return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
+
+
+def _cheapest(
+    cost: Callable[[Load | None], dict[str, float]], options: Sequence[Load]
+) -> tuple[dict[str, float], Load | None]:
+    """The terms without a load, or with the one that makes the sum the smallest."""
+    best, chosen = cost(None), None
+    for load in options:
+        terms = cost(load)
+        if sum(terms.values()) < sum(best.values()):
+            best, chosen = terms, load
+    return best, chosen
 
 
 def _spread(*parts: str) -> int:

@@ -15,11 +15,15 @@ from baton.rpc.errors import failure
 from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from services.router import costs, explain, policy
 from services.router.index import PrefixIndex
+from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import QUICK_TIERS, Prefetcher
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
 from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
+from services.router.stored import StoredRun
+from services.router.stores import Stores
 from services.router.workers import Workers
 
 EXPECT_S = 2.0
@@ -37,6 +41,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reservations: Reservations,
         rates: Rates,
         shares: PrefillShare,
+        stores: Stores,
+        loads: LoadRates,
+        prefetcher: Prefetcher,
         parameters: costs.Parameters,
         registry: Registry,
         metrics: RouterMetrics,
@@ -48,6 +55,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._reservations = reservations
         self._rates = rates
         self._shares = shares
+        self._stores = stores
+        self._loads = loads
+        self._prefetcher = prefetcher
         self._parameters = parameters
         self._registry = registry
         self._metrics = metrics
@@ -70,6 +80,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
         self._reserve(request, keys, choice.winner)
+        self._prefetch(request, keys, choice.winner)
         self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
         self._metrics.route_seconds.observe(time.perf_counter() - began)
         return router_pb2.RouteReply(plan=self._plan(choice, request))
@@ -104,6 +115,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             route = outcome.route
             prefill, worker = route.prefill or outcome.prefill, route.worker or outcome.worker
             self._rates.moved(prefill, worker, route.kv_bytes, route.kv_seconds, route.transport)
+            if route.store:
+                loader = prefill if route.mode == worker_pb2.MODE_DISAGGREGATED else worker
+                self._loads.loaded(
+                    route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
+                )
             if not outcome.reason:
                 self._rates.answered(outcome.output_tokens)
         return router_pb2.ReportReply()
@@ -124,6 +140,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 indexed_blocks=self._index.held_by(known.worker.id),
                 reserved_prefill_tokens=held.prefill_tokens,
                 reserved_streams=held.streams,
+            )
+        for one in sorted(self._stores.all(), key=lambda k: k.store.id):
+            reply.stores.add(
+                store=one.store, state=self._stores.state(one), indexed_blocks=self._index.held_by(one.store.id)
             )
         return reply
 
@@ -149,32 +169,55 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         fleet = self._workers.fleet(request.model, now)
         if not len(fleet):
             raise self._nobody(request.model)
+        hits, stored = self._held(keys, fleet)
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
-            hits=self._hits(keys, fleet),
+            hits=hits,
+            stored=() if request.merged_only else stored,
             exclude=frozenset(request.exclude),
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
         )
-        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters)
-        found = policy.candidates(states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive)
+
+        def load_time(store: str, tier: str, worker: str, size: float) -> float:
+            return self._loads.seconds(store, tier, worker, size, now)
+
+        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters, load_time)
+        found = policy.candidates(
+            states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive, load_time=load_time
+        )
         choice = policy.choose(found, ask, self._parameters)
         if isinstance(choice, policy.Refusal):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _hits(self, logical: list[bytes], fleet: Fleet) -> dict[str, int]:
-        """Prefix-hit tokens by worker, those that are on their way included."""
+    def _held(self, logical: list[bytes], fleet: Fleet) -> tuple[dict[str, int], list[StoredRun]]:
+        """Prefix-hit tokens by worker, those that are on their way included; and what stores hold."""
         hits: dict[str, int] = {}
+        stored: list[StoredRun] = []
         for size in fleet.block_sizes():
             keys = _physical(logical, size)
-            found = self._index.prefix(keys)
-            self._speculation.extend(found, keys)
-            hits.update((worker, blocks * size) for worker, blocks in found.items() if fleet.block_size(worker) == size)
-        return hits
+            found = self._index.look_up(keys)
+            for id, tiers in found.stores.items():
+                if store := self._stores.usable(id):
+                    stored.append(StoredRun(id, store.fingerprint, size, tiers))
+            held = found.workers
+            self._speculation.extend(held, keys)
+            hits.update((worker, blocks * size) for worker, blocks in held.items() if fleet.block_size(worker) == size)
+        return hits, stored
+
+    def _prefetch(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
+        """Let the store begin with what it has to bring up first."""
+        load = winner.load
+        store = self._stores.usable(load.store) if load is not None else None
+        if load is None or store is None or load.tier in QUICK_TIERS:
+            return
+        size = (winner.prefill or winner.worker).block_size
+        wanted = _physical(keys, size)[winner.cached_tokens // size : load.tokens // size]
+        self._prefetcher.hint(store, wanted, request.tenant)
 
     def _transport(self, item: policy.Candidate) -> str:
         """By which transport the pair's last hand-over went, or, before the first, by which it should."""
@@ -193,7 +236,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
-        tokens = request.prompt_tokens - winner.cached_tokens
+        tokens = request.prompt_tokens - (winner.load.tokens if winner.load else winner.cached_tokens)
         parts = {worker.id: Held(streams=1, blocks=worker.blocks_for(request.prompt_tokens))}
         if prefill is not None:
             parts[prefill.id] = Held(prefill_tokens=tokens, blocks=prefill.blocks_for(request.prompt_tokens))
@@ -201,13 +244,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             parts[worker.id].prefill_tokens = tokens
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
-        until = now + winner.terms["queue"] + winner.terms["prefill"] + EXPECT_S
-        self._speculation.expect(
-            computes.id, _physical(keys, computes.block_size), winner.cached_tokens // computes.block_size, until
-        )
+        until = now + winner.terms["queue"] + winner.terms["load"] + winner.terms["prefill"] + EXPECT_S
+        known = winner.cached_tokens // computes.block_size
+        self._speculation.expect(computes.id, _physical(keys, computes.block_size), known, until)
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
-        plan = explain.plan(choice, lambda id: self._workers.get(id).worker)
+        load = choice.winner.load
+        store = self._stores.usable(load.store) if load else None
+        plan = explain.plan(choice, lambda id: self._workers.get(id).worker, store)
         if request.attempt:
             plan.reasons.append(RouteReason.REROUTED.value)
         return plan

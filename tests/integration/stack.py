@@ -20,7 +20,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.cli.ports import free_port
-from baton.v1 import kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.etcd import EtcdServer
 from tests.worker_process import WorkerProcess
 
@@ -242,7 +242,15 @@ class Stack:
         return time.monotonic() - began
 
     def clear_caches(self) -> None:
-        """Every live worker forgets the prefixes it knows."""
+        """Every live worker and store forgets the prefixes it knows."""
+        self.clear_workers()
+        for name, (role, _) in self._plan.items():
+            if role == "kvstore" and name in self.processes and self.processes[name].process.poll() is None:
+                with self._stub(name) as stub:
+                    stub.Clear(kvstore_pb2.ClearRequest(), timeout=HANG_S)
+
+    def clear_workers(self) -> None:
+        """Every live worker forgets the prefixes it knows; what the store has is there."""
         for name in self.workers():
             if self.processes[name].process.poll() is None:
                 self.clear_cache(name)
@@ -256,6 +264,12 @@ class Stack:
         """Keys that the router believes to be in some worker's cache."""
         with self._stub("router") as router:
             return int(router.View(router_pb2.ViewRequest(), timeout=HANG_S).indexed_keys)
+
+    def stores(self, router: str = "router") -> dict[str, tuple[str, int]]:
+        """A router's word on every store: its state, and how many of its blocks are indexed."""
+        with self._stub(router) as stub:
+            reply = stub.View(router_pb2.ViewRequest(), timeout=HANG_S)
+        return {view.store.id: (view.state, view.indexed_blocks) for view in reply.stores}
 
     @contextlib.contextmanager
     def _stub(self, name: str) -> Iterator[object]:

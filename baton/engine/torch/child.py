@@ -145,6 +145,12 @@ class EngineProcess:
                 for slot in message.slots:
                     self._pool.settle(slot)
                 return []
+            case m.Hold():
+                slots = scheduler.holds.take(message.call, message.keys)
+                return [m.Held(message.call, [self._block(slot) for slot in slots])]
+            case m.Unhold():
+                scheduler.holds.drop(message.call)
+                return []
             case m.Check():
                 self._checks.append(message.call)
                 return [] if scheduler.stepping else self._check()
@@ -209,12 +215,15 @@ class EngineProcess:
         first, blocks = job.announced, []
         for i in range(first, len(job.primary.slots)):
             slot = job.primary.slots[i]
-            record = self._pool.slot(slot)
-            if i * BLOCK_SIZE >= len(job.prompt) or not record.tokens:
+            if i * BLOCK_SIZE >= len(job.prompt) or not self._pool.slot(slot).tokens:
                 break
-            blocks.append(m.Block(slot, record.key, record.generation, record.tokens, record.checksum))
+            blocks.append(self._block(slot))
         job.announced += len(blocks)
         return [m.Sealed(job.id, first, blocks)] if blocks else []
+
+    def _block(self, slot: int) -> m.Block:
+        record = self._pool.slot(slot)
+        return m.Block(slot, record.key, record.generation, record.tokens, record.checksum)
 
     def _checksum(self, slot: int) -> int:
         record = self._pool.slot(slot)

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -260,6 +261,16 @@ class TorchEngine(Engine):
             segments=(Segment(0, block.slot * size, size),),
             checksum=block.checksum,
         )
+
+    @asynccontextmanager
+    async def hold(self, keys: Sequence[bytes]) -> AsyncIterator[Sequence[Handle]]:
+        call = self.link.number()
+        try:
+            answer = await self.link.ask(call, m.Hold(call, list(keys)), CALL_S)
+            assert isinstance(answer, m.Held)
+            yield [self._handle(block) for block in answer.blocks]
+        finally:
+            self.link.tell(m.Unhold(call))
 
     # ---- state
 

@@ -19,7 +19,7 @@ KILL_S = 5.0
 MAX_UNSENT_BYTES = 256 * 2**20
 
 _log = structlog.get_logger()
-_Answer = m.Reserved | m.Refused | m.Swapped | m.Answer
+_Answer = m.Reserved | m.Refused | m.Swapped | m.Held | m.Answer
 
 
 class Link:
@@ -68,7 +68,7 @@ class Link:
     def _answers(self, message: m.ToWorker) -> bool:
         """Give a call or a job what belongs to it; whether it did belong to one."""
         if isinstance(message, _Answer):
-            number = message.call if isinstance(message, m.Answer | m.Swapped) else message.job
+            number = message.call if isinstance(message, m.Answer | m.Swapped | m.Held) else message.job
             call = self._calls.pop(number, None)
             if call is not None and not call.done():
                 call.set_result(message)

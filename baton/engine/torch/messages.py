@@ -75,6 +75,19 @@ class Release(_Message):
     job: int
 
 
+class Hold(_Message):
+    """Keep the sealed blocks of these keys, as many as are here, until Unhold. Answered by Held."""
+
+    call: int
+    keys: list[bytes]
+
+
+class Unhold(_Message):
+    """Let go of what Held answered under `call`."""
+
+    call: int
+
+
 class Check(_Message):
     """Answered by Answer(findings)."""
 
@@ -134,6 +147,13 @@ class Block(_Message):
     generation: int
     tokens: int
     checksum: int
+
+
+class Held(_Message):
+    """To Hold: those of its keys that are here, in order."""
+
+    call: int
+    blocks: list[Block]
 
 
 class Sealed(_Message):
@@ -198,9 +218,20 @@ class Answer(_Message):
     count: int
 
 
-ToEngine = Reserve | Commit | Swap | Settle | Prefill | StopPrefill | Generate | Release | Check | Clear
+ToEngine = Reserve | Commit | Swap | Settle | Prefill | StopPrefill | Generate | Release | Hold | Unhold | Check | Clear
 ToWorker = (
-    Started | StartFailed | Reserved | Refused | Swapped | Sealed | Prefilled | Failed | Step | CacheChange | Answer
+    Started
+    | StartFailed
+    | Reserved
+    | Refused
+    | Swapped
+    | Held
+    | Sealed
+    | Prefilled
+    | Failed
+    | Step
+    | CacheChange
+    | Answer
 )
 
 _encoder = msgspec.msgpack.Encoder()

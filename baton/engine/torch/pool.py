@@ -78,6 +78,10 @@ class BlockPool:
             found.append(slot)
         return found
 
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Slots of those of `keys` that are here, holes left out. Pins nothing."""
+        return [slot for key in keys if (slot := self._index.get(key)) is not None]
+
     def take(self, count: int) -> list[int]:
         """`count` open slots, each held once; cached ones are evicted as needed. Raises PoolFull and takes none."""
         if count > self.available:

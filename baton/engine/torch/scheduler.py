@@ -17,6 +17,7 @@ from collections import Counter, abc
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, TokenEvent
 from baton.engine.torch.admission import Limits, validate
 from baton.engine.torch.batch import Logits
+from baton.engine.torch.holds import Holds
 from baton.engine.torch.pool import BlockPool, PoolFull
 from baton.engine.torch.sequence import Job, Phase, Sequence
 from baton.engine.torch.step import Draw, Drawn, Outcome, Work
@@ -37,6 +38,7 @@ class Scheduler:
         checksum: abc.Callable[[int], int],
     ) -> None:
         self.pool = pool
+        self.holds = Holds(pool)
         self.limits = limits
         self._copy_slot = copy_slot
         self._zero_tail = zero_tail
@@ -543,6 +545,7 @@ class Scheduler:
     def check_integrity(self) -> list[str]:
         """Findings of the pool, and every reservation that is live; empty when idle and clean."""
         holders = Counter(slot for job in self._jobs.values() for s in job.sequences for slot in s.slots)
-        found = self.pool.check_integrity(holders)
+        holders.update(self.holds.slots)
+        found = self.pool.check_integrity(holders) + self.holds.findings()
         found += [f"request {j.request.uid}/{j.request.attempt} is {j.phase.name.lower()}" for j in self._jobs.values()]
         return found

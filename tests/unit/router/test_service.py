@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,10 +14,14 @@ from prometheus_client import CollectorRegistry
 from baton.registry import Registry
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.router.costs import Parameters
+from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import Prefetcher
+from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare
 from services.router.service import RouterService
-from tests.unit.router.scripted_worker import registration
+from services.router.stores import Stores
+from tests.unit.router.scripted_worker import LAYOUT, registration
 from tests.unit.router.test_workers import DECODE, MERGED, PREFILL, Fleet
 
 NO_CONTEXT = cast("grpc.aio.ServicerContext[Any, Any]", None)
@@ -43,6 +47,9 @@ class Face(Fleet):
         super().__init__()
         self.now = 1000.0
         self.collector = CollectorRegistry()
+        self.loads = LoadRates()
+        self.hints: list[tuple[str, int]] = []
+        self.stores = Stores(self.background, self.index, self.loads, Quarantine())
         self.service = RouterService(
             self.workers,
             self.index,
@@ -50,12 +57,28 @@ class Face(Fleet):
             self.reservations,
             self.rates,
             PrefillShare(),
+            self.stores,
+            self.loads,
+            cast("Prefetcher", self),
             Parameters(),
             cast("Registry", FakeRegistry()),
             RouterMetrics(self.collector),
             clock=lambda: self.now,
         )
         self.uids = 0
+
+    def hint(self, store: registry_pb2.KvStore, keys: Sequence[bytes], tenant: str) -> None:
+        """In place of the prefetcher."""
+        self.hints.append((store.id, len(keys)))
+
+    def add_store(self, id: str, tier: str = "host", keys: Sequence[bytes] = ()) -> None:
+        """A store whose stream stands and has told of `keys`."""
+        self.stores.registered(
+            id, registry_pb2.KvStore(id=id, epoch=7, address="127.0.0.1:1", fingerprint=LAYOUT.digest())
+        )
+        known = next(k for k in self.stores.all() if k.store.id == id)
+        known.watched = True
+        self.index.apply(id, 7, 1, stored=keys, removed=(), cleared=True, tier=tier)
 
     def add(self, id: str, role: registry_pb2.Role.ValueType, **fields: object) -> None:
         self.workers.registered(id, registration(id, role, "127.0.0.1:1", **fields))
@@ -221,3 +244,58 @@ async def test_frequent_merged_prompts_make_merged_dearer(face: Face) -> None:
 
     assert interference(after) >= interference(before)
     assert face.service._shares.of("m1", face.now) > 0.05
+
+
+async def test_a_plan_names_the_store_that_it_loads_from(face: Face) -> None:
+    keys = [bytes([n]) * 16 for n in range(40)]
+    face.add_store("s", keys=keys)
+    plan = (await face.route(prompt_tokens=1000, keys=keys[:31])).plan
+    assert (plan.store.id, plan.store.address, plan.store.epoch) == ("s", "127.0.0.1:1", 7)
+    assert plan.stored_tokens == 992
+    assert plan.store_tier == "host"
+    assert plan.cached_tokens == 0
+    assert 0 < plan.predicted_ms["load"] < 100
+    assert face.hints == []
+    told = (await face.explain(prompt_tokens=1000, keys=keys[:31], uid="again")).candidates
+    assert {c.store for c in told if not c.cached_tokens} == {"s"}
+    view = await face.service.View(router_pb2.ViewRequest(), NO_CONTEXT)
+    assert [(s.store.id, s.state, s.indexed_blocks) for s in view.stores] == [("s", "serving", 40)]
+
+
+async def test_what_is_loaded_is_not_reserved_as_work(face: Face) -> None:
+    keys = [bytes([n]) * 16 for n in range(40)]
+    face.add_store("s", keys=keys)
+    plan = (await face.route(prompt_tokens=1000, keys=keys[:31])).plan
+    computes = plan.prefill.id or plan.worker.id
+    assert face.reservations.on(computes).prefill_tokens == 8
+
+
+async def test_a_slow_tier_is_told_to_begin(face: Face) -> None:
+    keys = [bytes([n]) * 16 for n in range(40)]
+    face.add_store("s", "nvme", keys=keys)
+    plan = (await face.route(prompt_tokens=1000, keys=keys[:31])).plan
+    assert plan.store_tier == "nvme"
+    assert face.hints == [("s", 31)]
+
+
+async def test_a_prompt_with_logprobs_loads_nothing(face: Face) -> None:
+    keys = [bytes([n]) * 16 for n in range(40)]
+    face.add_store("s", keys=keys)
+    plan = (await face.route(prompt_tokens=1000, keys=keys[:31], merged_only=True)).plan
+    assert not plan.HasField("store")
+
+
+async def test_a_store_that_brought_nothing_is_in_no_plan_for_a_while(face: Face) -> None:
+    keys = [bytes([n]) * 16 for n in range(40)]
+    face.add_store("s", keys=keys)
+    plan = (await face.route(uid="a", prompt_tokens=1000, keys=keys[:31])).plan
+    loader = plan.prefill.id or plan.worker.id
+    route = worker_pb2.RouteTaken(
+        mode=plan.mode, prefill=plan.prefill.id, worker=plan.worker.id, store="s", store_tier="host", store_seconds=1.0
+    )
+    outcome = router_pb2.Outcome(uid="a", worker=plan.worker.id, prefill=plan.prefill.id, route=route)
+    await face.service.Report(router_pb2.ReportRequest(outcomes=[outcome]), NO_CONTEXT)
+    told = (await face.explain(prompt_tokens=1000, keys=keys[:31])).candidates
+    by_loader = {(c.prefill or c.worker): c.store for c in told}
+    assert by_loader[loader] == ""
+    assert "s" in by_loader.values()

@@ -39,6 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: dict[tuple[str, int], object] = {}
         self.prefilled: set[str] = set()
         self.late: list[int] = []
+        self.holds = 0
+        self.held: dict[int, list[tuple[int, bytes]]] = {}
+        """(slot, key) of what readers outside hold."""
         self.uid = 0
         self.said = [2, 7]
         """Prompt and output of the last request that ended: what a conversation sends next."""
@@ -193,6 +196,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.gone.add(job)
             self.kv.scheduler.release(job)
 
+    @rule(data=st.data())
+    def hold_for_a_reader(self, data: st.DataObject) -> None:
+        """What is sealed stays as it is until the reader has gone, whoever else needs the room."""
+        known = self.kv.pool.keys
+        if not known or len(self.held) >= 3:
+            return
+        keys = data.draw(st.lists(st.sampled_from(known), unique=True, max_size=4))
+        self.holds += 1
+        slots = self.kv.scheduler.holds.take(self.holds, keys)
+        self.held[self.holds] = [(slot, key) for slot, key in zip(slots, keys, strict=True)]
+
+    @rule(data=st.data())
+    def reader_goes(self, data: st.DataObject) -> None:
+        if self.held:
+            number = data.draw(st.sampled_from(sorted(self.held)))
+            del self.held[number]
+            self.kv.scheduler.holds.drop(number)
+
     # ---- steps, of which other messages may come in the middle
 
     @precondition(lambda self: self.in_step is None)
@@ -262,7 +283,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if not hasattr(self, "kv"):
             return
-        findings = [f for f in self.kv.scheduler.check_integrity() if not f.startswith("request")]
+        for blocks in self.held.values():
+            assert all(self.kv.pool.slot(slot).key == key and self.kv.pool.slot(slot).tokens for slot, key in blocks)
+        found = self.kv.scheduler.check_integrity()
+        findings = [f for f in found if not f.startswith("request") and "held for a reader" not in f]
         assert findings == []
         scheduler = self.kv.scheduler
         assert scheduler.running <= LIMITS.max_streams
@@ -276,6 +300,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.draws is None:
                 self.compute()
             self.end_step()
+        for number in self.held:
+            self.kv.scheduler.holds.drop(number)
         for slot in self.late:
             self.kv.pool.settle(slot)
         self.late = []

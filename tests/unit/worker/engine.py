@@ -7,6 +7,7 @@ Token i of a request is a function of its prompt and i, so what a client gets ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from baton.engine.port import (
@@ -85,6 +86,9 @@ class ScriptedEngine(Engine):
         self.fail_reserve: BatonError | None = None
         self.fail_read: list[Reason] = []
         self.first_stops = False
+        self.cached: set[bytes] = set()
+        """Keys that `hold` finds."""
+        self.held: list[list[bytes]] = []
         self.generated: list[tuple[Request, Sequence[FirstToken], int]] = []
 
     async def step(self) -> None:
@@ -151,6 +155,14 @@ class ScriptedEngine(Engine):
     async def cache_events(self) -> AsyncIterator[list[CacheEvent]]:  # type: ignore[override]
         await asyncio.Event().wait()
         yield []
+
+    @contextlib.asynccontextmanager
+    async def hold(self, keys: Sequence[bytes]) -> AsyncIterator[Sequence[Handle]]:
+        self.held.append(list(keys))
+        try:
+            yield [Handle(key, LAYOUT.digest(), "p", 1, 1, BLOCK, (), 0) for key in keys if key in self.cached]
+        finally:
+            self.held.pop()
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.live))

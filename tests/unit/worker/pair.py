@@ -87,7 +87,9 @@ async def worker(role: WorkerRole, id: str, epoch: int) -> AsyncIterator[Worker]
     server = RpcServer("127.0.0.1", 0)
     role.add_services(server, serving.runs)
     port = await server.start()
-    submissions = Submissions(context, serving.sessions, serving.attempts, serving.watchers)
+    submissions = Submissions(
+        context, serving.sessions, serving.attempts, serving.watchers, serving.loader, serving.conversations
+    )
     try:
         yield Worker(context, engine, serving, submissions, f"127.0.0.1:{port}", ended)
     finally:
@@ -118,6 +120,7 @@ class Client:
         choices = options.pop("choices", (0,))
         emitted = options.pop("emitted", ())
         deadline_s = float(str(options.pop("deadline_s", HANG_S)))
+        tenant = str(options.pop("tenant", ""))
         attempt = pb.Attempt(
             uid=uid,
             attempt=1,
@@ -128,6 +131,7 @@ class Client:
             deadline=time.time() + deadline_s,
             choices=choices,
             model="m",
+            tenant=tenant,
         )
         await self.worker.submissions.submit(
             pb.SubmitRequest(session=self.id, attempt=attempt, plan=plan, fallback=fallback, card=CARD)
