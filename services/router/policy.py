@@ -39,6 +39,8 @@ class Mode(StrEnum):
     LOCAL = "local"
 
 
+MOST_PAIRS = 4096
+"""A pair costs some microseconds, in which the router answers nobody else."""
 _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 """Which of two equally cheap candidates: the one that freezes nobody first."""
 
@@ -111,7 +113,7 @@ def candidates(
     stores offer it, where that is cheaper than computing.
 
     Pairs grow with prefills x decodes, so not each is paired with each (_cross), and those that are barred only for the
-    reason they carry. `exhaustive` pairs all.
+    reason they carry. `exhaustive` pairs all, up to `MOST_PAIRS`; beyond that each worker is in one candidate at least.
     """
     prefills: list[WorkerState] = []
     streams: list[tuple[WorkerState, str]] = []
@@ -142,9 +144,11 @@ def candidates(
         total, cached = sum(terms.values()), ask.cached(prefill)
         return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, cached, why, load)
 
-    if exhaustive:
-        everyone = [(p, "") for p in prefills] + barred_prefills
+    everyone = [(p, "") for p in prefills] + barred_prefills
+    if exhaustive and len(everyone) * len(decodes) <= MOST_PAIRS:
         return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
+    if exhaustive and decodes:
+        found += [pair(p, decodes[0][0], why) for p, why in barred_prefills]
     usable = [d for d, why in decodes if not why]
     for layout in sorted({d.fingerprint for d in usable}):
         of_layout = [d for d in usable if d.fingerprint == layout]
