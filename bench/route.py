@@ -76,11 +76,8 @@ class Bench:
         self.chains = -(-blocks // CHAIN)
         self.index = PrefixIndex(blocks + CHAIN)
         reservations, rates, shares, loads = Reservations(), Rates(), PrefillShare(), LoadRates()
-        speculation, background, metrics = (
-            Speculation(self.index),
-            Background("bench"),
-            RouterMetrics(CollectorRegistry()),
-        )
+        background, metrics = Background("bench"), RouterMetrics(CollectorRegistry())
+        speculation = Speculation(self.index)
         self.workers = StillWorkers(background, self.index, reservations, rates, shares, Quarantine(), speculation)
         stores = Stores(background, self.index, loads, Quarantine())
         prefetcher = Prefetcher(background, Channels(), metrics.prefetches)

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
+from baton.cli import kv
 from baton.cli.errors import CliError
 from baton.cli.home import Home, find_home, project_root
 from baton.cli.show import LiveProgress, err, out, seconds, show_error
@@ -47,6 +48,8 @@ app = typer.Typer(
     `baton up` starts everything on this machine and prints how to call it; `baton status` shows it;
     `baton down` ends it. Files lie in `.baton` (or `$BATON_HOME`).""",
 )
+
+app.add_typer(kv.app, name="kv")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")]
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Change:
-    """Keys that came and went; `cleared` forgets everything before it."""
+    """Keys that came to and went from a tier; `cleared` forgets everything before it, of all tiers. `speeds`: nothing
+    came or went, a tier's speed or state is another one."""
 
+    tier: str = "host"
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
     cleared: bool = False
+    speeds: bool = False
 
 
 @dataclass
@@ -29,9 +32,9 @@ class _Watcher:
 
 
 class Events:
-    """`snapshot()` must return every key that is in the store at that moment."""
+    """`snapshot()` must return every key that is in the store at that moment, a change for each tier."""
 
-    def __init__(self, snapshot: Callable[[], list[bytes]], queue: int = 1024) -> None:
+    def __init__(self, snapshot: Callable[[], Sequence[Change]], queue: int = 1024) -> None:
         self._snapshot = snapshot
         self._queue = queue
         self._watchers: list[_Watcher] = []
@@ -56,7 +59,8 @@ class Events:
             watcher.wake.set()
 
     async def watch(self) -> AsyncGenerator[tuple[int, Change], None]:
-        """(number, change) for ever, the first one `cleared` with everything that is here. Close it when done."""
+        """(number, change) for ever, the first one `cleared` with what is here. `speeds` has the number before it.
+        Close it when done."""
         watcher = _Watcher()
         self._watchers.append(watcher)
         number = 0
@@ -65,13 +69,12 @@ class Events:
                 watcher.wake.clear()
                 if watcher.behind:
                     watcher.behind = False
-                    change = Change(stored=tuple(self._snapshot()), cleared=True)
-                elif watcher.waiting:
-                    change = watcher.waiting.popleft()
-                else:
+                    watcher.waiting.extend(self._snapshot())
+                if not watcher.waiting:
                     await watcher.wake.wait()
                     continue
-                number += 1
+                change = watcher.waiting.popleft()
+                number += not change.speeds
                 yield number, change
         finally:
             self._watchers.remove(watcher)

@@ -19,13 +19,15 @@ from baton.rpc.server import RpcServer
 from baton.transfer.port import Peer, Transport
 from baton.transfer.transports import Transports, available
 from baton.v1 import kvstore_pb2_grpc, registry_pb2
-from services.kvstore.events import Events
 from services.kvstore.eviction import Watermarks
 from services.kvstore.host import HostTier
 from services.kvstore.metrics import KvStoreMetrics
+from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.offers import Offers
 from services.kvstore.service import KvStoreService
 from services.kvstore.settings import KvStoreSettings
+from services.kvstore.store import Store
+from services.kvstore.tiers import lower_tiers
 
 QUARANTINE_CAP = 0.25
 """Above this share of slots waiting for late reads the process ends: the next one has a new epoch and all slots."""
@@ -47,11 +49,16 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     transports = Transports(_transports(settings))
     process.closing(transports.close)
     await transports.start(arena, process.id, process.epoch)
-    host = HostTier(arena, process.id, process.epoch, Watermarks(settings.high_watermark, settings.low_watermark))
-    events, metrics = Events(host.keys), KvStoreMetrics(process.collectors)
-    offers = Offers(host, transports, events, background, metrics)
+    metrics = KvStoreMetrics(process.collectors)
+    marks = Watermarks(settings.high_watermark, settings.low_watermark)
+    host = HostTier(arena, process.id, process.epoch, marks, settings.quotas)
+    below = await lower_tiers(settings, marks, metrics)
+    for tier in below.tiers:
+        process.closing(tier.close)
+    store = Store(host, below.tiers, below.missing, background, metrics, settings.ttl_s)
+    offers = Offers(store, transports, background, metrics)
     peer = Peer(process.id, process.epoch, arena.size, transports.metadata())
-    service = KvStoreService(peer, machine_id(), host, transports, offers, events, background, metrics)
+    service = KvStoreService(peer, machine_id(), store, transports, offers, background, metrics)
     figures = MetricsServer(settings.host, settings.metrics_port, process.collectors)
     process.closing(figures.close)
     server = RpcServer(settings.host, settings.port)
@@ -63,7 +70,11 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     await registry.start()
     message = _registration(process, address, figures.url, arena.size)
     registration = await registry.register("kvstores", process.id, message)
-    background.spawn(_tell_shape(host, registration, message), "tell shape")
+    background.spawn(_tell_shape(store, registration, message), "tell shape")
+    background.spawn(store.writeback.run(), "write-behind")
+    background.spawn(_keep_house(store), "expire and tell speeds")
+    for nvme in below.scans:
+        background.spawn(_scan(nvme), "scan")
     background.spawn(_watch_quarantine(host, process), "watch quarantine")
     await server.set_serving(True)
     process.ready(address, figures.url)
@@ -78,13 +89,29 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     await server.stop(FLUSH_S)
 
 
-async def _tell_shape(host: HostTier, registration: Registration, message: registry_pb2.KvStore) -> None:
-    """The first offer fixes the layout, a clear frees it: the registration says which."""
+async def _tell_shape(store: Store, registration: Registration, message: registry_pb2.KvStore) -> None:
+    """The first offer, or what a restart finds, fixes the layout, a clear frees it: the registration says which."""
     while True:
-        await host.shape_changed.wait()
-        host.shape_changed.clear()
-        message.fingerprint = host.shape.fingerprint if host.shape else ""
-        await registration.update(message)
+        await store.host.shape_changed.wait()
+        store.host.shape_changed.clear()
+        fingerprint = store.shape.fingerprint if store.shape else ""
+        if message.fingerprint != fingerprint:
+            message.fingerprint = fingerprint
+            await registration.update(message)
+
+
+async def _keep_house(store: Store) -> None:
+    while True:
+        await asyncio.sleep(CHECK_S)
+        store.expire()
+        store.tell_speeds()
+
+
+async def _scan(nvme: NvmeTier) -> None:
+    """The store serves meanwhile; the index fills as the scan goes."""
+    began = time.monotonic()
+    found = await nvme.scan()
+    _log.info("scanned", seconds=round(time.monotonic() - began, 2), **found.counts())
 
 
 async def _watch_quarantine(host: HostTier, process: Process) -> None:

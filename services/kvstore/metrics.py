@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.kvstore.tier import TierStats
 
 
 class KvStoreMetrics:
@@ -20,10 +24,45 @@ class KvStoreMetrics:
         self.read_seconds = Histogram(
             "baton_kvstore_read_seconds", "Time of one READ batch from a worker, verified", registry=registry
         )
+        self._promoted = Counter(
+            "baton_kvstore_promoted_blocks_total", "Blocks wanted from a lower tier", ["result"], registry=registry
+        )
+        self._not_written = Counter(
+            "baton_kvstore_not_written_blocks_total", "Blocks that write-behind left out", ["reason"], registry=registry
+        )
+        self._tier = Counter(
+            "baton_kvstore_tier_operations_total",
+            "Blocks stored to, loaded from and found in lower tiers",
+            ["tier", "operation", "outcome"],
+            registry=registry,
+        )
         self.used_bytes = Gauge("baton_kvstore_used_bytes", "Bytes in use", ["tier"], registry=registry)
         self.capacity_bytes = Gauge("baton_kvstore_capacity_bytes", "Bytes there are", ["tier"], registry=registry)
         self.blocks = Gauge("baton_kvstore_blocks", "Blocks that can be found", ["tier"], registry=registry)
         self.pinned = Gauge("baton_kvstore_pinned_blocks", "Blocks held by look-ups", ["tier"], registry=registry)
+        self.usable = Gauge(
+            "baton_kvstore_tier_usable", "1 while the tier is used, 0 while it is not", ["tier"], registry=registry
+        )
         self.quarantined = Gauge(
             "baton_kvstore_quarantined_slots", "Slots that late reads may reach", registry=registry
         )
+
+    def promoted(self, result: str, number: int) -> None:
+        """So many blocks came up, or did not."""
+        self._promoted.labels(result).inc(number)
+
+    def not_written(self, reason: str) -> None:
+        """A block was not copied below."""
+        self._not_written.labels(reason).inc()
+
+    def tier(self, tier: str) -> Callable[[str, str, int], None]:
+        """What a lower tier counts with: operation, outcome, number."""
+        return lambda operation, outcome, number: self._tier.labels(tier, operation, outcome).inc(number)
+
+    def watch(self, name: str, stats: Callable[[], TierStats]) -> None:
+        """Read a tier's gauges when scraped."""
+        self.used_bytes.labels(name).set_function(lambda: stats().used_bytes)
+        self.capacity_bytes.labels(name).set_function(lambda: stats().capacity_bytes)
+        self.blocks.labels(name).set_function(lambda: stats().blocks)
+        self.pinned.labels(name).set_function(lambda: stats().pinned)
+        self.usable.labels(name).set_function(lambda: stats().state.startswith("ok"))

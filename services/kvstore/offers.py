@@ -19,15 +19,17 @@ from baton.kv.keys import BLOCK_SIZE, KEY_BYTES
 from baton.rpc.tasks import Background
 from baton.transfer.port import Peer, ReadReport
 from baton.transfer.transports import Transports
-from services.kvstore.events import Change, Events
-from services.kvstore.host import HostTier, Slot
 from services.kvstore.metrics import KvStoreMetrics
-from services.kvstore.tier import BlockShape
+from services.kvstore.slots import Slot
+from services.kvstore.store import Store
+from services.kvstore.tier import BlockShape, Facts
 
 MAX_OFFER_S = 30.0
 """The longest that one offer may take, whatever the caller allows."""
 MAX_BLOCKS = 4096
 """Blocks in one offer."""
+MAX_TENANT_BYTES = 255
+"""What a tenant's name may take in UTF-8: it is written beside each block."""
 
 
 @dataclass
@@ -44,17 +46,16 @@ class Offers:
 
     def __init__(
         self,
-        host: HostTier,
+        store: Store,
         transports: Transports,
-        events: Events,
         background: Background,
         metrics: KvStoreMetrics,
         at_once: int = 2,
         waiting: int = 64,
     ) -> None:
-        self._host = host
+        self._store = store
+        self._host = store.host
         self._transports = transports
-        self._events = events
         self._background = background
         self._metrics = metrics
         self._reading = asyncio.Semaphore(at_once)
@@ -73,25 +74,30 @@ class Offers:
         """Wait until no offer is open."""
         await self._idle.wait()
 
-    async def take(self, peer: Peer, handles: Sequence[Handle], deadline_s: float) -> Outcome:
-        """Store what can be stored of `handles`, all `peer`'s, within `deadline_s`.
+    async def take(
+        self, peer: Peer, handles: Sequence[Handle], deadline_s: float, tenant: str = "", ttl_s: float = 0.0
+    ) -> Outcome:
+        """Store what can be stored of `handles`, all `peer`'s, within `deadline_s`, as the tenant's, for `ttl_s`.
 
         Raises BatonError for an offer that is wrong as a whole: INVALID_REQUEST, KV_LAYOUT_MISMATCH, NO_CAPACITY.
         """
-        check(peer, handles)
+        check(peer, handles, tenant)
         deadline = time.monotonic() + min(deadline_s if deadline_s > 0 else MAX_OFFER_S, MAX_OFFER_S)
         if self._open >= self._limit:
             raise BatonError(Reason.NO_CAPACITY, f"{self._open} offers are open already")
         done = asyncio.get_running_loop().create_future()
         self._open += 1
         self._idle.clear()
-        self._background.spawn(self._run(peer, handles, deadline, done), f"offer of {peer.owner}")
+        facts = self._store.facts(tenant, ttl_s)
+        self._background.spawn(self._run(peer, handles, facts, deadline, done), f"offer of {peer.owner}")
         outcome: Outcome = await done
         return outcome
 
-    async def _run(self, peer: Peer, handles: Sequence[Handle], deadline: float, done: asyncio.Future[Outcome]) -> None:
+    async def _run(
+        self, peer: Peer, handles: Sequence[Handle], facts: Facts, deadline: float, done: asyncio.Future[Outcome]
+    ) -> None:
         try:
-            outcome = await self._store(peer, handles, deadline)
+            outcome = await self._take(peer, handles, facts, deadline)
             self._count(outcome)
             if not done.done():
                 done.set_result(outcome)
@@ -112,20 +118,21 @@ class Offers:
                 self._idle.set()
             done.cancel()
 
-    async def _store(self, peer: Peer, handles: Sequence[Handle], deadline: float) -> Outcome:
+    async def _take(self, peer: Peer, handles: Sequence[Handle], facts: Facts, deadline: float) -> Outcome:
         outcome = Outcome()
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
             await self._reading.acquire()
         try:
-            self._host.fix(BlockShape(handles[0].fingerprint, handles[0].length, handles[0].tokens))
+            self._store.fix(BlockShape(handles[0].fingerprint, handles[0].length, handles[0].tokens))
             missing = self._missing(handles, outcome)
-            slots = self._host.reserve(len(missing))
-            outcome.refused[Reason.NO_CAPACITY] += len(missing) - len(slots)
+            slots = self._host.reserve(len(missing), facts.tenant)
+            why = Reason.QUOTA_EXCEEDED if self._host.at_quota(facts.tenant) else Reason.NO_CAPACITY
+            outcome.refused[why] += len(missing) - len(slots)
             wanted = missing[: len(slots)]
             coming = {handle.key for handle in wanted}
             self._coming |= coming
             try:
-                await self._fill(peer, wanted, slots, deadline, outcome)
+                await self._fill(peer, wanted, slots, facts, deadline, outcome)
             finally:
                 self._coming -= coming
         finally:
@@ -148,11 +155,11 @@ class Offers:
             else:
                 missing[handle.key] = handle
         outcome.known += len(known)
-        self._host.touch(known)
+        self._store.known(known)
         return list(missing.values())
 
     async def _fill(
-        self, peer: Peer, handles: list[Handle], slots: list[Slot], deadline: float, outcome: Outcome
+        self, peer: Peer, handles: list[Handle], slots: list[Slot], facts: Facts, deadline: float, outcome: Outcome
     ) -> None:
         """READ `handles` into `slots`, seal what verified. On every exit each slot is sealed, free or quarantined."""
         left = {slot.offset: slot for slot in slots}
@@ -170,17 +177,24 @@ class Offers:
                 else:
                     outcome.refused[block.reason] += 1
             sums = await asyncio.to_thread(lambda: [self._host.sum(slot, key) for slot, key in good])
-            for (slot, key), digest in zip(good, sums, strict=True):
+            for (slot, key), digest in reversed(list(zip(good, sums, strict=True))):  # of a prompt the end goes first
                 del left[slot.offset]
-                self._host.commit(slot, key, digest)
+                self._host.commit(slot, key, digest, facts)
             outcome.stored += len(good)
             if good:
-                self._host.touch([key for _, key in good])
-                self._events.publish(Change(stored=tuple(key for _, key in good)))
+                self._store.stored([key for _, key in good], facts)
+                self._note_speed(len(good), handles[0].length, report.seconds)
         except BatonError as error:
             outcome.refused[error.reason] += len(slots)
         finally:
             self._give_back(left)
+
+    def _note_speed(self, blocks: int, block_bytes: int, seconds: float) -> None:
+        """Reading from a worker takes the way that a worker's reading from here will take."""
+        if blocks == 1:
+            self._host.speed.alone(block_bytes, seconds)
+        else:
+            self._host.speed.batch(blocks * block_bytes, seconds)
 
     def _set_late_aside(self, report: ReadReport, left: dict[int, Slot]) -> None:
         for offset in report.late:
@@ -206,8 +220,11 @@ class Offers:
             self._metrics.refused.labels(reason.name).inc(count)
 
 
-def check(peer: Peer, handles: Sequence[Handle]) -> None:
+def check(peer: Peer, handles: Sequence[Handle], tenant: str = "") -> None:
     """Refuse an offer that cannot be one process's full blocks of one layout. Raises BatonError INVALID_REQUEST."""
+    if len(tenant.encode()) > MAX_TENANT_BYTES:
+        text = f"a tenant's name has at most {MAX_TENANT_BYTES} bytes"
+        raise BatonError(Reason.INVALID_REQUEST, text, param="tenant")
     if not handles or len(handles) > MAX_BLOCKS:
         raise BatonError(Reason.INVALID_REQUEST, f"an offer has 1 to {MAX_BLOCKS} blocks, not {len(handles)}")
     first = handles[0]

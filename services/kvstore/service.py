@@ -1,4 +1,4 @@
-"""The store's gRPC face: Lookup, Offer, Watch, Stats, Clear, Pair, CheckIntegrity."""
+"""The store's gRPC face: Lookup, Offer, Watch, Prefetch, Stats, Clear, List, Verify, Pair, CheckIntegrity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import aclosing
+from itertools import islice
 
 import grpc
 
@@ -17,16 +19,22 @@ from baton.rpc.tasks import Background
 from baton.transfer.port import Peer
 from baton.transfer.transports import Transports
 from baton.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2
-from services.kvstore.events import Change, Events
-from services.kvstore.host import HostTier
 from services.kvstore.metrics import KvStoreMetrics
 from services.kvstore.offers import Offers
+from services.kvstore.promotion import Hold
+from services.kvstore.slots import Entry
+from services.kvstore.store import Store
+from services.kvstore.tier import TierStats
 
 MAX_LOOKUPS = 1024
 """Held look-ups at the same time; each one pins blocks."""
 PAIR_S = 5.0
 WARM_S = 2.0
 """How long after `Pair` we go on making progress: the caller's own half of the wire-up needs it."""
+LIST_PAGE = 256
+VERIFY_EVERY_S = 0.1
+
+LookupContext = grpc.aio.ServicerContext[kvstore_pb2.LookupRequest, kvstore_pb2.LookupReply]
 
 
 class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
@@ -37,67 +45,111 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self,
         peer: Peer,
         machine: str,
-        host: HostTier,
+        store: Store,
         transports: Transports,
         offers: Offers,
-        events: Events,
         background: Background,
         metrics: KvStoreMetrics,
     ) -> None:
         self._peer = peer
         self._machine = machine
-        self._host = host
+        self._store = store
+        self._host = store.host
         self._transports = transports
         self._offers = offers
-        self._events = events
         self._background = background
         self._metrics = metrics
         self._draining = False
         self._lookups = 0
         self._no_lookups = asyncio.Event()
         self._no_lookups.set()
+        self._verifying = False
         self._hits = 0
         self._misses = 0
-        self._evicted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._closing = asyncio.Event()
-        host.on_evicted = self._evicted_for_room
-        self._gauges()
+        for tier in store.tiers:
+            metrics.watch(tier.name, tier.stats)
+        metrics.quarantined.set_function(lambda: self._host.quarantined)
 
-    async def Lookup(  # type: ignore[override]
-        self,
-        request: kvstore_pb2.LookupRequest,
-        context: grpc.aio.ServicerContext[kvstore_pb2.LookupRequest, kvstore_pb2.LookupReply],
-    ) -> None:
-        """One reply with the pinned handles; then the call is held until the caller ends it. A miss ends at once."""
+    async def Lookup(self, request: kvstore_pb2.LookupRequest, context: LookupContext) -> None:  # type: ignore[override]
+        """The pinned handles of what can be read, then of what comes up within the deadline; then the call is held
+        until the caller ends it. A miss ends at once."""
         self._check_serving()
         if self._lookups >= MAX_LOOKUPS:
             raise BatonError(Reason.NO_CAPACITY, f"{self._lookups} look-ups are held")
-        pinned = self._host.pin(request.keys, request.fingerprint)
+        hold = Hold(self._host)
         self._lookups += 1
         self._no_lookups.clear()
         try:
-            self._count_lookup(len(pinned), len(request.keys))
             with self._transports.lease():
-                handles = [handle_to_pb(entry.handle) for entry in pinned]
-                await context.write(kvstore_pb2.LookupReply(handles=handles, peer=self._own_peer()))
-                if pinned:
+                if await self._answer(request, context, hold):
                     await self._closing.wait()
         finally:
             self._lookups -= 1
             if not self._lookups:
                 self._no_lookups.set()
-            self._host.unpin(pinned)
+            hold.close()
+
+    async def _answer(self, request: kvstore_pb2.LookupRequest, context: LookupContext, hold: Hold) -> int:
+        """Send every handle that there is to send; how many."""
+        deadline = time.monotonic() + request.deadline_s
+        keys = list(request.keys)
+        found = self._store.pin(hold, keys, request.fingerprint)
+        rest, many = keys[len(found) :], 0
+        if request.deadline_s > 0 and rest:
+            many = self._store.bring(rest, request.fingerprint, hold)
+        self._count_hits(len(found))
+        if not many:
+            self._count_misses(len(rest))
+        handles = [handle_to_pb(entry.handle) for entry in found]
+        await context.write(kvstore_pb2.LookupReply(handles=handles, peer=self._own_peer(), complete=not many))
+        if many:
+            sent = await self._send_coming(rest[:many], deadline, context, hold)
+            self._count_misses(len(rest) - sent)
+            hold.keep(keys[: len(found) + sent])
+        return len(hold)
+
+    async def _send_coming(self, keys: Sequence[bytes], deadline: float, context: LookupContext, hold: Hold) -> int:
+        """Send blocks as they come up, in order, until one does not; how many were sent."""
+        sent = 0
+        complete = False
+        while not complete:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._store.promotions.wait(keys[sent])
+            ready: list[Entry] = []
+            for key in keys[sent:]:
+                if (entry := hold.get(key)) is None:
+                    break
+                ready.append(entry)
+            sent += len(ready)
+            complete = not ready or sent == len(keys)
+            self._count_hits(len(ready))
+            handles = [handle_to_pb(entry.handle) for entry in ready]
+            await context.write(kvstore_pb2.LookupReply(handles=handles, peer=self._own_peer(), complete=complete))
+        return sent
 
     async def Offer(self, request: kvstore_pb2.OfferRequest, context: object) -> kvstore_pb2.OfferReply:
         """READ what is offered. Answers when the caller's blocks are no longer needed."""
         self._check_serving()
+        handles = [handle_from_pb(h) for h in request.handles]
         outcome = await self._offers.take(
-            peer_from_pb(request.peer), [handle_from_pb(h) for h in request.handles], request.deadline_s
+            peer_from_pb(request.peer), handles, request.deadline_s, request.tenant, request.ttl_s
         )
         refused = {reason.name: count for reason, count in outcome.refused.items() if count}
         self._refused.update(refused)
         return kvstore_pb2.OfferReply(stored=outcome.stored, known=outcome.known, refused=refused)
+
+    async def Prefetch(self, request: kvstore_pb2.PrefetchRequest, context: object) -> kvstore_pb2.PrefetchReply:
+        """Bring up what is below; answers at once."""
+        self._check_serving()
+        keys = list(request.keys)
+        shape = self._host.shape
+        same = shape is not None and shape.fingerprint == request.fingerprint
+        readable = next((n for n, key in enumerate(keys) if not same or not self._host.holds(key)), len(keys))
+        coming = self._store.bring(keys[readable:], request.fingerprint, None)
+        return kvstore_pb2.PrefetchReply(readable=readable, coming=coming)
 
     async def Watch(  # type: ignore[override]
         self,
@@ -105,44 +157,73 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.WatchRequest, kvstore_pb2.StoreUpdate],
     ) -> None:
         """A snapshot, then changes."""
-        async with aclosing(self._events.watch()) as changes:
+        async with aclosing(self._store.events.watch()) as changes:
             async for number, change in changes:
-                cache = kv_pb2.CacheEvent(
-                    seq=number,
-                    stored=change.stored,
-                    removed=change.removed,
-                    cleared=change.cleared,
-                    tier=self._host.name,
-                )
-                await context.write(kvstore_pb2.StoreUpdate(epoch=self._peer.epoch, cache=cache))
+                update = kvstore_pb2.StoreUpdate(epoch=self._peer.epoch)
+                if change.speeds or change.cleared:
+                    update.tiers.extend(_tier_to_pb(stats) for stats in self._store.stats())
+                if not change.speeds:
+                    cache = kv_pb2.CacheEvent(
+                        seq=number,
+                        stored=change.stored,
+                        removed=change.removed,
+                        cleared=change.cleared,
+                        tier=change.tier,
+                    )
+                    update.cache.CopyFrom(cache)
+                await context.write(update)
 
     async def Stats(self, request: kvstore_pb2.StatsRequest, context: object) -> kvstore_pb2.StatsReply:
         """What is held and what became of what was asked and offered."""
-        stats = self._host.stats()
-        tier = kvstore_pb2.Tier(
-            name=stats.name,
-            capacity_bytes=stats.capacity_bytes,
-            used_bytes=stats.used_bytes,
-            blocks=stats.blocks,
-            pinned=stats.pinned,
-        )
+        tiers = [_tier_to_pb(stats) for stats in self._store.stats()]
+        evicted = self._store.evicted
         return kvstore_pb2.StatsReply(
-            tiers=[tier], hits=self._hits, misses=self._misses, evicted=self._evicted, refused=self._refused
+            tiers=tiers, hits=self._hits, misses=self._misses, evicted=evicted, refused=self._refused
         )
 
     async def Clear(self, request: kvstore_pb2.ClearRequest, context: object) -> kvstore_pb2.ClearReply:
-        """Forget every block, or those of one layout."""
-        shape = self._host.shape
-        if request.fingerprint and (shape is None or shape.fingerprint != request.fingerprint):
-            return kvstore_pb2.ClearReply(dropped=0)
-        keys = self._host.clear()
-        self._gone("cleared", len(keys))
-        self._events.publish(Change(cleared=True))
-        return kvstore_pb2.ClearReply(dropped=len(keys))
+        """Forget every block, or those of one layout or tenant."""
+        return kvstore_pb2.ClearReply(dropped=await self._store.clear(request.fingerprint, request.tenant))
+
+    async def List(  # type: ignore[override]
+        self,
+        request: kvstore_pb2.ListRequest,
+        context: grpc.aio.ServicerContext[kvstore_pb2.ListRequest, kvstore_pb2.ListReply],
+    ) -> None:
+        """Every block, a page at a time."""
+        listed = self._store.listed(request.tenant)
+        while page := list(islice(listed, LIST_PAGE)):
+            blocks = [
+                kvstore_pb2.ListedBlock(
+                    key=one.key, tenant=one.tenant, tiers=one.tiers, pins=one.pins, idle_s=one.idle_s, ttl_s=one.ttl_s
+                )
+                for one in page
+            ]
+            await context.write(kvstore_pb2.ListReply(blocks=blocks))
+
+    async def Verify(  # type: ignore[override]
+        self,
+        request: kvstore_pb2.VerifyRequest,
+        context: grpc.aio.ServicerContext[kvstore_pb2.VerifyRequest, kvstore_pb2.VerifyReply],
+    ) -> None:
+        """Read and check every block; one caller at a time."""
+        if self._verifying:
+            raise BatonError(Reason.NO_CAPACITY, "a verification is under way")
+        self._verifying = True
+        told = 0.0
+        try:
+            async with aclosing(self._store.verify()) as steps:
+                async for step in steps:
+                    if step.checked == step.total or time.monotonic() - told > VERIFY_EVERY_S:
+                        told = time.monotonic()
+                        reply = kvstore_pb2.VerifyReply(checked=step.checked, total=step.total, failed=step.failed)
+                        await context.write(reply)
+        finally:
+            self._verifying = False
 
     async def Pair(self, request: worker_pb2.PairRequest, context: object) -> worker_pb2.PairReply:
         """Make the caller readable here, and ourselves ready for the caller's half."""
-        shape = self._host.shape
+        shape = self._store.shape
         if request.fingerprint and shape is not None and shape.fingerprint != request.fingerprint:
             mismatch = BatonError(Reason.KV_LAYOUT_MISMATCH, f"blocks here are {shape.fingerprint}")
             return worker_pb2.PairReply(failure=failure(mismatch))
@@ -158,19 +239,18 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, request: worker_pb2.CheckIntegrityRequest, context: object
     ) -> worker_pb2.CheckIntegrityReply:
         """Every slot, pin and open call of this process, in words."""
-        findings = self._host.check_integrity()
+        findings = self._store.check_integrity()
         pinned = self._host.stats().pinned
-        if pinned and not self._lookups:
+        if pinned > self._store.writeback.pins and not self._lookups:
             findings.append(f"kvstore: {pinned} blocks are pinned and no look-up is held")
         if self._host.quarantined:
             findings.append(f"kvstore: {self._host.quarantined} slots wait for late reads")
         if self._lookups or self._offers.open:
             findings.append(f"kvstore: {self._lookups} look-ups and {self._offers.open} offers are open")
+        moving = self._store.promotions.open, self._store.writeback.open
+        if any(moving):
+            findings.append(f"kvstore: {moving[0]} blocks are on their way up and {moving[1]} on their way down")
         return worker_pb2.CheckIntegrityReply(findings=findings)
-
-    def _evicted_for_room(self, keys: list[bytes]) -> None:
-        self._gone("capacity", len(keys))
-        self._events.publish(Change(removed=tuple(keys)))
 
     async def drain(self, within_s: float) -> None:
         """Take nothing new and wait until no look-up is held and no offer open, at most `within_s`."""
@@ -195,20 +275,23 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     def _own_peer(self) -> kv_pb2.Peer:
         return peer_to_pb(self._peer, host=self._machine)
 
-    def _count_lookup(self, hits: int, asked: int) -> None:
-        self._hits += hits
-        self._misses += asked - hits
-        self._metrics.lookups.labels("hit").inc(hits)
-        self._metrics.lookups.labels("miss").inc(asked - hits)
+    def _count_hits(self, blocks: int) -> None:
+        self._hits += blocks
+        self._metrics.lookups.labels("hit").inc(blocks)
 
-    def _gone(self, reason: str, count: int) -> None:
-        self._evicted[reason] += count
-        self._metrics.evicted.labels(reason).inc(count)
+    def _count_misses(self, blocks: int) -> None:
+        self._misses += blocks
+        self._metrics.lookups.labels("miss").inc(blocks)
 
-    def _gauges(self) -> None:
-        host, metrics = self._host, self._metrics
-        metrics.used_bytes.labels(host.name).set_function(lambda: host.stats().used_bytes)
-        metrics.capacity_bytes.labels(host.name).set_function(lambda: host.stats().capacity_bytes)
-        metrics.blocks.labels(host.name).set_function(lambda: host.stats().blocks)
-        metrics.pinned.labels(host.name).set_function(lambda: host.stats().pinned)
-        metrics.quarantined.set_function(lambda: host.quarantined)
+
+def _tier_to_pb(stats: TierStats) -> kvstore_pb2.Tier:
+    return kvstore_pb2.Tier(
+        name=stats.name,
+        capacity_bytes=stats.capacity_bytes,
+        used_bytes=stats.used_bytes,
+        blocks=stats.blocks,
+        pinned=stats.pinned,
+        read_bytes_s=stats.read_bytes_s,
+        read_latency_s=stats.read_latency_s,
+        state=stats.state,
+    )

@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from baton.cli import kv
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.main import app
@@ -18,15 +19,19 @@ from baton.cli.ports import is_free, need_free
 from baton.cli.stack import Options
 
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
+KV_COMMANDS = sorted(
+    command.name or command.callback.__name__ for command in kv.app.registered_commands if command.callback
+)
 
 
 def test_commands_are_the_promised_ones() -> None:
     assert COMMANDS == ["bench", "down", "drain", "explain", "fetch", "logs", "status", "up"]
+    assert KV_COMMANDS == ["clear", "ls", "stats", "verify"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"kv {name}" for name in KV_COMMANDS)])
 def test_help_teaches(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0
     assert len(result.output.splitlines()) >= 3
 
@@ -44,6 +49,9 @@ def test_help_teaches(command: str) -> None:
         (["logs", "router"], "no log of router", "none yet"),
         (["drain", "decode-1"], "there is no process decode-1", "none is running"),
         (["explain", "hello"], "no router is running", "baton up"),
+        (["kv", "stats"], "no kvstore is running", "baton up"),
+        (["kv", "ls", "--store", "nobody"], "there is no store nobody", "none runs here"),
+        (["kv", "verify", "--store", "127.0.0.1:1"], "127.0.0.1:1 answers UNAVAILABLE", "baton status"),
         (["bench", "nothing-like-it"], "no benchmark nothing-like-it", "benchmarks: "),
     ],
 )

@@ -12,7 +12,7 @@ WAIT = 20
 
 async def test_snapshot_then_changes_without_a_hole() -> None:
     here = [b"a"]
-    events = Events(lambda: list(here))
+    events = Events(lambda: [Change(stored=tuple(here), cleared=True)])
     async with aclosing(events.watch()) as changes:
         assert await anext(changes) == (1, Change(stored=(b"a",), cleared=True))
         events.publish(Change(stored=(b"b",)))
@@ -24,7 +24,7 @@ async def test_snapshot_then_changes_without_a_hole() -> None:
 
 
 async def test_a_waiting_watcher_is_woken_and_a_cancelled_one_leaves() -> None:
-    events = Events(list)
+    events = Events(lambda: [Change(cleared=True)])
     seen: asyncio.Queue[tuple[int, Change]] = asyncio.Queue()
 
     async def follow() -> None:
@@ -44,7 +44,7 @@ async def test_a_waiting_watcher_is_woken_and_a_cancelled_one_leaves() -> None:
 
 async def test_a_watcher_that_falls_behind_starts_over_with_what_is_here() -> None:
     here: list[bytes] = []
-    events = Events(lambda: list(here), queue=3)
+    events = Events(lambda: [Change(stored=tuple(here), cleared=True)], queue=3)
     async with aclosing(events.watch()) as changes:
         await anext(changes)
         for number in range(10):
@@ -54,3 +54,15 @@ async def test_a_watcher_that_falls_behind_starts_over_with_what_is_here() -> No
         events.publish(Change(removed=(b"z",)))
         assert await anext(changes) == (3, Change(removed=(b"z",)))
     assert events.overflows == 1
+
+
+async def test_a_snapshot_has_every_tier_and_news_of_speeds_take_no_number() -> None:
+    snapshot = [Change(stored=(b"a",), cleared=True), Change("nvme", stored=(b"a", b"b"))]
+    events = Events(lambda: snapshot)
+    async with aclosing(events.watch()) as changes:
+        assert await anext(changes) == (1, snapshot[0])
+        events.publish(Change(speeds=True))
+        events.publish(Change("nvme", removed=(b"b",)))
+        assert await anext(changes) == (2, snapshot[1])
+        assert await anext(changes) == (2, Change(speeds=True))
+        assert await anext(changes) == (3, Change("nvme", removed=(b"b",)))

@@ -13,8 +13,9 @@ from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import checksum
 from services.kvstore.eviction import Watermarks
-from services.kvstore.host import Entry, HostTier, Slot
-from services.kvstore.tier import BlockShape
+from services.kvstore.host import HostTier
+from services.kvstore.slots import Entry, Slot
+from services.kvstore.tier import BlockShape, Facts
 
 BLOCK = 256
 SLOTS = 8
@@ -25,7 +26,7 @@ KEYS = st.integers(0, 11).map(lambda n: n.to_bytes(16, "big"))
 def make_tier(slots: int = SLOTS, high: float = 1.0, low: float = 0.75) -> tuple[HostTier, list[bytes]]:
     evicted: list[bytes] = []
     tier = HostTier(Arena.create(slots * BLOCK), "store", 7, Watermarks(high, low))
-    tier.on_evicted = evicted.extend
+    tier.on_gone = lambda keys, reason: evicted.extend(keys)
     tier.fix(SHAPE)
     return tier, evicted
 
@@ -241,14 +242,14 @@ def test_the_check_finds_a_flipped_byte_and_a_lost_slot() -> None:
 async def test_store_and_load_copy_whole_blocks() -> None:
     tier, _ = make_tier(slots=2)
     key, other = keys(2)
-    assert await tier.store(key, memoryview(payload(key)))
-    assert await tier.store(key, memoryview(payload(key)))
-    assert not await tier.store(other, memoryview(b"short"))
+    assert await tier.store(key, memoryview(payload(key)), Facts())
+    assert await tier.store(key, memoryview(payload(key)), Facts())
+    assert not await tier.store(other, memoryview(b"short"), Facts())
     into = bytearray(BLOCK)
     assert await tier.load(key, memoryview(into))
     assert bytes(into) == payload(key)
     assert not await tier.load(other, memoryview(into))
     held = tier.pin([key], "fp")
     tier.reserve(1)
-    assert not await tier.store(other, memoryview(payload(other)))
+    assert not await tier.store(other, memoryview(payload(other)), Facts())
     tier.unpin(held)

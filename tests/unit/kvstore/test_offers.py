@@ -16,11 +16,11 @@ from baton.kv.handle import Handle, Segment, checksum
 from baton.rpc.tasks import Background
 from baton.transfer.port import BlockRead, Peer, ReadReport
 from baton.transfer.transports import Transports
-from services.kvstore.events import Events
 from services.kvstore.eviction import Watermarks
 from services.kvstore.host import HostTier
 from services.kvstore.metrics import KvStoreMetrics
 from services.kvstore.offers import Offers
+from services.kvstore.store import Store
 
 BLOCK = 128
 SLOTS = 8
@@ -99,12 +99,12 @@ class Bench:
         self.transport = HeldTransport(arena)
         self.host = HostTier(arena, "store", 9, Watermarks(1.0, 0.75))
         self.background = Background("test")
+        metrics = KvStoreMetrics(CollectorRegistry())
         self.offers = Offers(
-            self.host,
+            Store(self.host, (), (), self.background, metrics),
             cast(Transports, self.transport),
-            Events(self.host.keys),
             self.background,
-            KvStoreMetrics(CollectorRegistry()),
+            metrics,
             at_once=2,
             waiting=3,
         )

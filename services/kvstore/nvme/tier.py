@@ -1,0 +1,311 @@
+"""The NVMe tier: blocks in the slots of one slab file. Whatever the disk does wrong is a miss and a count, no error.
+
+Reading a slot checks its header and its payload's sum in the thread that read it; what does not match is dropped there
+and then. Writing seals a slot only when all of it has been handed to the device. What was on the disk when the process
+started is found again by `scan`, in the background: the index fills while the tier serves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import structlog
+
+from services.kvstore.eviction import Watermarks
+from services.kvstore.nvme.breaker import Breaker
+from services.kvstore.nvme.disk import ALIGN, Disk
+from services.kvstore.nvme.io import DiskIo, DiskUnavailable
+from services.kvstore.nvme.scan import Scanned, read_headers
+from services.kvstore.nvme.slab import (
+    MAX_TENANT_BYTES,
+    Header,
+    Superblock,
+    read_superblock,
+    slot_bytes,
+    write_superblock,
+)
+from services.kvstore.nvme.slot_io import Place, erase_slot, read_slot, write_slot
+from services.kvstore.table import SlotEntry, SlotTable
+from services.kvstore.tier import BlockShape, Facts, Placed, Tier, TierStats, slots_for
+
+THREADS = 4
+SCAN_CHUNK = 64
+"""Headers in one operation of the scan."""
+
+_log = structlog.get_logger()
+
+
+class NvmeTier(Tier):
+    """`count(operation, outcome, number)` hears of every operation's end. Call `open` before anything else."""
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        disk: Disk,
+        watermarks: Watermarks,
+        quotas: Mapping[str, int] | None = None,
+        deadline_s: float = 1.0,
+        breaker: Breaker | None = None,
+        count: Callable[[str, str, int], None] = lambda operation, outcome, number: None,
+    ) -> None:
+        super().__init__()
+        self._disk = disk
+        self._watermarks = watermarks
+        self._quotas = dict(quotas or {})
+        self._count = count
+        self._io = DiskIo(breaker or Breaker(), THREADS, deadline_s)
+        self._superblock: Superblock | None = None
+        self._saved: Superblock | None = None
+        self._table = self._new_table(0, 1)
+        self._erase: list[tuple[SlotEntry, Place]] = []
+        self._writing: set[bytes] = set()
+        self._loading = 0
+
+    @property
+    def shape(self) -> BlockShape | None:
+        return self._superblock.shape if self._superblock else None
+
+    async def open(self) -> None:
+        """Read what the slab says of itself. A slab that cannot be read is as an empty one."""
+        try:
+            await self._io.run(ALIGN, self._read_superblock)
+        except DiskUnavailable as error:
+            _log.warning("the slab cannot be read: starting empty", error=str(error))
+        if self._saved and self._slots(self._saved.shape):
+            self._superblock = self._saved
+            self._table = self._new_table(self._slots(self._saved.shape), slot_bytes(self._saved.shape))
+
+    async def scan(self) -> Scanned:
+        """Find what an earlier process left, header by header. Ends early when the shape changes meanwhile."""
+        found, table = Scanned(), self._table
+        while table.unscanned and table is self._table and (superblock := self._superblock):
+            first = table.total - table.unscanned
+            many = min(SCAN_CHUNK, table.unscanned)
+            headers = await read_headers(self._io, self._disk, superblock, first, many, found)
+            if table is not self._table:
+                break
+            if superblock is not self._superblock:  # cleared meanwhile
+                headers = [None] * many
+            entries = [_entry(slot, header) for slot, header in enumerate(headers, first)]
+            new = [e.key for slot, e in enumerate(entries, first) if table.scanned(slot, e) and e is not None]
+            found.blocks += len(new)
+            if new:
+                self.on_found(new)
+        for outcome, number in found.counts().items():
+            self._count("scan", outcome, number)
+        return found
+
+    def fix(self, shape: BlockShape) -> None:
+        if shape == self.shape:
+            return
+        slots = slots_for(shape, slot_bytes(shape), max(0, self._disk.size - ALIGN), "disk tier")
+        gone = self.keys()
+        self._superblock = Superblock(self._new_era(), shape)
+        self._table = self._new_table(slots, slot_bytes(shape))
+        self._erase.clear()
+        for slot in range(slots):  # of another shape, so nothing in it counts
+            self._table.scanned(slot, None)
+        if gone:
+            self.on_gone(gone, "layout")
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._table.index
+
+    def keys(self) -> list[bytes]:
+        return list(self._table.index)
+
+    def placed(self, key: bytes) -> Placed | None:
+        entry = self._table.index.get(key)
+        return Placed(entry.facts, entry.readers, time.monotonic() - entry.used) if entry else None
+
+    async def store(self, key: bytes, payload: memoryview, facts: Facts) -> bool:
+        if self.holds(key):
+            return True
+        shape = self.shape
+        fits = shape is not None and len(payload) == shape.block_bytes
+        if not fits or key in self._writing or len(facts.tenant.encode()) > MAX_TENANT_BYTES:
+            return False
+        self._writing.add(key)
+        try:
+            await self._save_superblock()
+            outcome = await self._store(key, payload, facts)
+        except DiskUnavailable as error:
+            outcome = self._failed("store", error)
+        finally:
+            self._writing.discard(key)
+        self._count("store", outcome, 1)
+        return outcome == "ok"
+
+    async def _store(self, key: bytes, payload: memoryview, facts: Facts) -> str:
+        superblock, table = self._superblock, self._table
+        if superblock is None or len(payload) != superblock.shape.block_bytes:
+            return "cleared"
+        room, gone, reason = table.reserve(facts.tenant)
+        if gone:
+            self.on_gone(gone, reason)
+        if room is None:
+            return "no_room" if reason == "capacity" else reason
+        place = Place(superblock.shape, superblock.era, room.slot)
+        sealed = False
+
+        def copy(buffer: memoryview) -> None:
+            place.payload(buffer)[:] = payload
+
+        def seal(buffer: memoryview, digest: int) -> None:
+            nonlocal sealed
+            if superblock == self._superblock:  # else everything was cleared meanwhile
+                sealed = True
+                table.seal(room, key, facts, digest)
+
+        def free() -> None:
+            if not sealed:
+                table.cancel(room)
+
+        def write(buffer: memoryview) -> int:
+            return write_slot(self._disk, place, key, room.generation, facts, buffer)
+
+        await self._io.run(place.size, write, before=copy, after=seal, ended=free)
+        return "ok" if sealed else "cleared"
+
+    async def load(self, key: bytes, into: memoryview) -> bool:
+        return await self._load(key, into) == "ok"
+
+    async def verify(self, key: bytes) -> bool:
+        shape = self.shape
+        return shape is None or await self._load(key, memoryview(bytearray(shape.block_bytes))) != "corrupt"
+
+    async def _load(self, key: bytes, into: memoryview) -> str:
+        superblock, table = self._superblock, self._table
+        entry = table.read(key)
+        if entry is None or superblock is None:
+            return "missing"
+        place = Place(superblock.shape, superblock.era, entry.slot)
+        alone = not self._loading
+
+        def read(buffer: memoryview) -> float | None:
+            began = time.monotonic()
+            good = read_slot(self._disk, place, key, entry.generation, entry.digest, buffer)
+            return time.monotonic() - began if good else None
+
+        def copy(buffer: memoryview, seconds: float | None) -> None:
+            if seconds is not None:
+                into[:] = place.payload(buffer)
+
+        self._loading += 1
+        try:
+            seconds = await self._io.run(place.size, read, after=copy, ended=lambda: table.done(entry))
+            outcome = "corrupt" if seconds is None else "ok"
+        except DiskUnavailable as error:
+            seconds, outcome = None, self._failed("load", error)
+        finally:
+            self._loading -= 1
+        if outcome == "corrupt" and table.index.get(key) is entry:
+            table.drop(key)
+            self.on_gone([key], "corrupt")
+        if alone and seconds is not None:
+            self.speed.alone(place.shape.block_bytes, seconds)
+        self._count("load", outcome, 1)
+        return outcome
+
+    def drop(self, keys: Iterable[bytes]) -> list[bytes]:
+        gone = []
+        for key in keys:
+            entry = self._table.index.get(key)
+            if entry is None or self._superblock is None:
+                continue
+            if not entry.facts.expired():  # else the scan drops it by itself
+                self._table.hold(entry)  # until its header is overwritten
+                self._erase.append((entry, Place(self._superblock.shape, self._superblock.era, entry.slot)))
+            self._table.drop(key)
+            gone.append(key)
+        return gone
+
+    def clear(self) -> list[bytes]:
+        gone = self.keys()
+        if self._superblock is not None:
+            for key in gone:
+                self._table.drop(key)
+            self._superblock = Superblock(self._new_era(), self._superblock.shape)
+        return gone
+
+    async def flush(self) -> None:
+        try:
+            await self._save_superblock()
+            while self._erase:
+                await self._overwrite(*self._erase.pop())
+        except DiskUnavailable as error:
+            for entry, _ in self._erase:
+                self._table.done(entry)
+            self._erase.clear()
+            self._count("flush", self._failed("flush", error), 1)
+            raise OSError(f"the disk tier: {error}") from error
+
+    async def _overwrite(self, entry: SlotEntry, place: Place) -> None:
+        table = self._table
+        await self._io.run(ALIGN, lambda buffer: erase_slot(self._disk, place, buffer), ended=lambda: table.done(entry))
+
+    def stats(self) -> TierStats:
+        table, shape, speed = self._table, self.shape, self.speed
+        used = table.used * slot_bytes(shape) if shape else 0
+        size, blocks = self._disk.size, len(table.index)
+        state = self._state()
+        return TierStats(self.name, size, used, blocks, table.reading, speed.bytes_s, speed.latency_s, state)
+
+    def check_integrity(self) -> list[str]:
+        found = [f"nvme: {finding}" for finding in self._table.check()]
+        if self._io.late:
+            found.append(f"nvme: {self._io.late} operations have not returned")
+        if self._table.busy:
+            found.append(f"nvme: {self._table.busy} slots are being read or written")
+        return found
+
+    async def close(self) -> None:
+        self._io.close()
+        if not self._io.late:
+            self._disk.close()
+
+    def _state(self) -> str:
+        if (state := self._io.breaker.state(time.monotonic())) != "ok":
+            return state
+        table, buffered = self._table, "" if self._disk.direct else " (buffered: no O_DIRECT here)"
+        return f"scanning, {1 - table.unscanned / table.total:.0%} done" if table.unscanned else f"ok{buffered}"
+
+    def _slots(self, shape: BlockShape) -> int:
+        return max(0, self._disk.size - ALIGN) // slot_bytes(shape)
+
+    def _new_table(self, slots: int, size: int) -> SlotTable:
+        return SlotTable(slots, size, self._watermarks, self._quotas, time.time_ns())
+
+    def _new_era(self) -> int:
+        """Larger than every one that this slab may have seen."""
+        return max(time.time_ns(), self._superblock.era + 1 if self._superblock else 0)
+
+    def _read_superblock(self, buffer: memoryview) -> None:
+        self._disk.read(0, buffer)
+        self._saved = read_superblock(buffer)
+
+    async def _save_superblock(self) -> None:
+        superblock = self._superblock
+        if superblock is None or superblock == self._saved:
+            return
+
+        def write(buffer: memoryview) -> None:
+            write_superblock(superblock, buffer)
+            self._disk.write(0, buffer)
+
+        await self._io.run(ALIGN, write)
+        self._saved = superblock
+
+    def _failed(self, operation: str, error: DiskUnavailable) -> str:
+        if error.outcome != "open":
+            _log.warning("disk tier", operation=operation, outcome=error.outcome, error=str(error))
+        return error.outcome
+
+
+def _entry(slot: int, header: Header | None) -> SlotEntry | None:
+    """A block that a scan has found."""
+    if header is None:
+        return None
+    return SlotEntry(header.key, slot, header.generation, header.facts, header.digest)

@@ -1,0 +1,275 @@
+"""The tiers as one store: where a block is, what comes and goes, and who is told.
+
+Blocks come in through the host and are copied below by write-behind (`writeback.py`); they come up again for look-ups
+(`promotion.py`). Every change of a tier is an event with the tier's name. A tier that could not be had at start stays
+known by its name and the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import structlog
+
+from baton.rpc.tasks import Background
+from services.kvstore.events import Change, Events
+from services.kvstore.expiry import Expiry
+from services.kvstore.host import HostTier
+from services.kvstore.metrics import KvStoreMetrics
+from services.kvstore.promotion import Hold, Promotions
+from services.kvstore.sightings import APART_S, Sightings
+from services.kvstore.slots import Entry
+from services.kvstore.tier import BlockShape, Facts, Tier, TierStats
+from services.kvstore.writeback import Writeback
+
+SPEED_CHANGE = 1.25
+"""A tier's speed is told anew when it has changed by this factor."""
+
+SNAPSHOT_KEYS = 16_384
+"""Keys in one event of a snapshot: 300 kB of a message."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One block, for people."""
+
+    key: bytes
+    tenant: str
+    tiers: tuple[str, ...]
+    pins: int
+    idle_s: float
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How far a verification is, in blocks."""
+
+    checked: int
+    total: int
+    failed: int
+
+
+class Store:
+    """`below` are the lower tiers, fastest first; `missing` those that were asked for and could not be had."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        below: Sequence[Tier],
+        missing: Sequence[TierStats],
+        background: Background,
+        metrics: KvStoreMetrics,
+        ttl_s: float = 0.0,
+    ) -> None:
+        self.host = host
+        self.below = tuple(below)
+        self.missing = tuple(missing)
+        self.events = Events(self._snapshot)
+        self.evicted: Counter[str] = Counter()
+        self.promotions = Promotions(host, below, background, self._stored_one, metrics.promoted)
+        self.writeback = Writeback(host, below, self._stored_one, metrics.not_written)
+        self._metrics = metrics
+        self._ttl_s = ttl_s
+        self._sightings = Sightings()
+        self._expiry = Expiry()
+        self._told: dict[str, TierStats] = {}
+        host.keep = lambda key: bool(self.below) and self._sightings.twice(key) and self.writeback.demote(key)
+        for tier in self.tiers:
+            self._listen(tier)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Fastest first."""
+        return (self.host, *self.below)
+
+    @property
+    def shape(self) -> BlockShape | None:
+        """What blocks look like in this store: what is readable decides, else what is below."""
+        return self.host.shape or next((tier.shape for tier in self.below if tier.stats().blocks), None)
+
+    def stats(self) -> list[TierStats]:
+        """Every tier that was asked for."""
+        return [*(tier.stats() for tier in self.tiers), *self.missing]
+
+    # ---- in
+
+    def fix(self, shape: BlockShape) -> None:
+        """Blocks of this shape come in. What only lies below from an earlier life gives way when it is written to.
+        Raises BatonError: KV_LAYOUT_MISMATCH, NO_CAPACITY."""
+        self.host.fix(shape)
+
+    def facts(self, tenant: str, ttl_s: float) -> Facts:
+        """What goes with a tenant's block that comes in now; `ttl_s` 0 is the store's own."""
+        ttl_s = ttl_s or self._ttl_s
+        return Facts(tenant, time.time() + ttl_s if ttl_s > 0 else 0.0)
+
+    def stored(self, keys: Sequence[bytes], facts: Facts) -> None:
+        """These, a prompt in order, were sealed in the host."""
+        for key in keys:
+            self._expiry.note(key, facts.expires)
+        self._wanted(keys)
+        self.events.publish(Change(stored=tuple(keys)))
+
+    def known(self, keys: Sequence[bytes]) -> None:
+        """These were offered and are here: somebody has use for them, if not the one who offered them just before."""
+        self.host.touch(keys)
+        self._wanted(keys, APART_S)
+
+    # ---- out
+
+    def pin(self, hold: Hold, keys: Sequence[bytes], fingerprint: str) -> list[Entry]:
+        """The longest prefix that can be read now, pinned in `hold`."""
+        found = hold.pin(keys, fingerprint)
+        self._wanted([entry.handle.key for entry in found])
+        return found
+
+    def bring(self, keys: Sequence[bytes], fingerprint: str, hold: Hold | None) -> int:
+        """Bring up what follows from below, at most what half of the host holds; how many blocks are coming."""
+        if keys and self.host.shape is None:
+            for tier in self.below:
+                if tier.shape is not None and tier.shape.fingerprint == fingerprint and tier.holds(keys[0]):
+                    self.host.fix(tier.shape)
+                    break
+        return self.promotions.bring(keys[: self.host.slots // 2], fingerprint, hold)
+
+    # ---- gone
+
+    async def clear(self, fingerprint: str = "", tenant: str = "") -> int:
+        """Forget every block, or those of one layout or tenant; how many. Logs a disk that cannot forget."""
+        shape = self.shape
+        if fingerprint and (shape is None or shape.fingerprint != fingerprint):
+            return 0
+        gone: set[bytes] = set()
+        self.promotions.forget()
+        for tier in self.tiers:
+            keys = tier.drop(self._of(tier, tenant)) if tenant else tier.clear()
+            gone.update(keys)
+            if tenant and keys:
+                self.events.publish(Change(tier.name, removed=tuple(keys)))
+        if not tenant:
+            self.events.publish(Change(cleared=True))
+        self._count_gone("cleared", len(gone))
+        self.host.shape_changed.set()
+        for tier in self.below:
+            try:
+                await tier.flush()
+            except OSError as error:
+                _log.error("cleared blocks may come back with a restart", tier=tier.name, error=str(error))
+        return len(gone)
+
+    def expire(self) -> int:
+        """Drop blocks whose time is over; how many."""
+        due = self._expiry.due(time.time())
+        gone: set[bytes] = set()
+        for tier in self.tiers if due else ():
+            over = [key for key in due if (placed := tier.placed(key)) and placed.facts.expired()]
+            if keys := tier.drop(over):
+                gone.update(keys)
+                self.events.publish(Change(tier.name, removed=tuple(keys)))
+        self._count_gone("expired", len(gone))
+        if len(self._expiry) > 1000 + 2 * sum(tier.stats().blocks for tier in self.tiers):
+            self._expiry.keep(set(self._every_key()))
+        return len(gone)
+
+    # ---- for people
+
+    def listed(self, tenant: str) -> Iterator[Listed]:
+        """Every block (of a tenant, when named)."""
+        now = time.time()
+        for key in dict.fromkeys(self._every_key()):
+            places = {tier.name: placed for tier in self.tiers if (placed := tier.placed(key))}
+            first = next(iter(places.values()), None)
+            if first is None or (tenant and first.facts.tenant != tenant):
+                continue
+            left = max(0.001, first.facts.expires - now) if first.facts.expires else 0.0
+            pins = sum(place.pins for place in places.values())
+            idle = min(place.idle_s for place in places.values())
+            yield Listed(key, first.facts.tenant, tuple(places), pins, idle, left)
+
+    async def verify(self) -> AsyncGenerator[Verified, None]:
+        """Read and check every block of every tier, one at a time; how far it is after each."""
+        work = [(tier, tier.keys()) for tier in self.tiers]
+        total, checked, failed = sum(len(keys) for _, keys in work), 0, 0
+        yield Verified(0, total, 0)
+        for tier, keys in work:
+            for key in keys:
+                failed += not await tier.verify(key)
+                checked += 1
+                yield Verified(checked, total, failed)
+
+    def tell_speeds(self) -> None:
+        """Publish when a tier's speed or state is no longer the one that was told last."""
+        now = {stats.name: stats for stats in self.stats()}
+        if any(_differs(now[name], self._told.get(name)) for name in now):
+            self._told = now
+            self.events.publish(Change(speeds=True))
+
+    def check_integrity(self) -> list[str]:
+        """Findings of every tier."""
+        return [finding for tier in self.tiers for finding in tier.check_integrity()]
+
+    # ---- within
+
+    def _wanted(self, keys: Sequence[bytes], apart_s: float = 0.0) -> None:
+        for key in keys:
+            if self._sightings.sight(key, apart_s) and self.below:
+                self.writeback.want(key)
+
+    def _stored_one(self, tier: Tier, key: bytes) -> None:
+        if placed := tier.placed(key):
+            self._expiry.note(key, placed.facts.expires)
+            self.events.publish(Change(tier.name, stored=(key,)))
+
+    def _listen(self, tier: Tier) -> None:
+        lower = self.tiers[self.tiers.index(tier) + 1 :]
+
+        def gone(keys: list[bytes], reason: str) -> None:
+            for key in keys:
+                still = reason in ("capacity", "quota") and any(other.holds(key) for other in lower)
+                self._count_gone("demoted" if still else reason, 1)
+            self.events.publish(Change(tier.name, removed=tuple(keys)))
+
+        def found(keys: list[bytes]) -> None:
+            for key in keys:
+                if placed := tier.placed(key):
+                    self._expiry.note(key, placed.facts.expires)
+            self.events.publish(Change(tier.name, stored=tuple(keys)))
+            self.host.shape_changed.set()  # the store has one, if only below
+
+        tier.on_gone, tier.on_found = gone, found
+
+    def _of(self, tier: Tier, tenant: str) -> Sequence[bytes]:
+        keys = tier.keys()
+        return [key for key in keys if (placed := tier.placed(key)) and placed.facts.tenant == tenant]
+
+    def _every_key(self) -> Iterator[bytes]:
+        return chain.from_iterable(tier.keys() for tier in self.tiers)
+
+    def _count_gone(self, reason: str, count: int) -> None:
+        if count:
+            self.evicted[reason] += count
+            self._metrics.evicted.labels(reason).inc(count)
+
+    def _snapshot(self) -> Sequence[Change]:
+        changes: list[Change] = []
+        for tier in self.tiers:
+            keys = tier.keys()
+            changes += [
+                Change(tier.name, stored=tuple(keys[at : at + SNAPSHOT_KEYS]), cleared=not changes and at == 0)
+                for at in range(0, max(1, len(keys)), SNAPSHOT_KEYS)
+            ]
+        return changes
+
+
+def _differs(now: TierStats, told: TierStats | None) -> bool:
+    if told is None or (now.state == "ok") != (told.state == "ok"):
+        return True
+    pairs = ((now.read_bytes_s, told.read_bytes_s), (now.read_latency_s, told.read_latency_s))
+    return any(max(a, b) > SPEED_CHANGE * min(a, b) for a, b in pairs)

@@ -1,0 +1,287 @@
+"""The disk tier of a real store process: killed in mid-write, flipped, truncated, full, frozen. Always a miss and a
+counter, never an error to the client, never wrong bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.v1 import kvstore_pb2, worker_pb2
+from tests.etcd import EtcdServer
+from tests.integration.test_kvstore import (
+    BLOCK,
+    FINGERPRINT,
+    HANG_S,
+    SLOTS,
+    Client,
+    keys,
+    scrape,
+    start_peer,
+    start_store,
+)
+from tests.kv_peer import KvPeer
+from tests.worker_process import ROOT, WorkerProcess
+
+pytestmark = pytest.mark.integration
+
+HEADER = 4096
+DISK_SLOTS = 64
+NVME_GIB = (HEADER + DISK_SLOTS * (HEADER + BLOCK)) / 2**30
+BLOCKS = 40
+
+
+@pytest.fixture(scope="module")
+def etcd_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.address
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[KvPeer]:
+    """Who offers and who reads: sealed blocks `keys(BLOCKS)`, and as much room to read into."""
+    started: list[KvPeer] = []
+    yield start_peer(started, tmp_path, "peer", "tcp", blocks=BLOCKS)
+    for one in started:
+        one.stop()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts file systems for a test; skips it where that is not allowed."""
+    places: list[Path] = []
+
+    def mount(name: str, *arguments: str) -> Path:
+        place = tmp_path / name
+        place.mkdir()
+        if subprocess.run(["mount", *arguments, str(place)], capture_output=True).returncode:
+            pytest.skip("mounting is not allowed here")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=False)
+
+
+@contextlib.asynccontextmanager
+async def running(process: WorkerProcess) -> AsyncIterator[Client]:
+    """A client of a store that is ending its start."""
+    with process:
+        client = Client(process.address)
+        try:
+            yield client
+        finally:
+            await client.channel.close()
+
+
+async def nvme(client: Client) -> kvstore_pb2.Tier:
+    """The disk tier's figures."""
+    (tier,) = [tier for tier in (await client.stats()).tiers if tier.name == "nvme"]
+    return tier
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait for an async condition; only a hang fails."""
+    end = time.monotonic() + HANG_S
+    while not await condition():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.05)
+
+
+async def read_all(client: Client, peer: KvPeer, names: list[bytes], deadline_s: float = 20.0) -> int:
+    """Look up with patience for the slower tiers, read everything that is offered: how many blocks, all right."""
+    request = kvstore_pb2.LookupRequest(keys=names, fingerprint=FINGERPRINT, deadline_s=deadline_s)
+    call = client.stub.Lookup(request, timeout=HANG_S)
+    handles = []
+    try:
+        first = reply = await call.read()
+        handles.extend(reply.handles)
+        while not reply.complete:
+            reply = await call.read()
+            handles.extend(reply.handles)
+        assert [handle.key for handle in handles] == names[: len(handles)]
+        if handles:
+            assert await peer.read(first.peer, handles) == ["ok"] * len(handles)
+        return len(handles)
+    finally:
+        call.cancel()
+
+
+async def fill_disk(client: Client, peer: KvPeer, names: list[bytes]) -> None:
+    """Offer, and want again: so every block is written below, and the first ones leave the host."""
+    handles = dict(zip(names, peer.seal(names, FINGERPRINT), strict=True))
+    for start in range(0, len(names), 2):
+        part = names[start : start + 2]
+        assert (await client.offer(peer.peer, [handles[key] for key in part])).stored == len(part)
+        async with client.lookup(part) as found:
+            assert len(found.handles) == len(part)
+
+        async def written(wanted: int = start + len(part)) -> bool:
+            return (await nvme(client)).blocks == wanted
+
+        await until(written, "write-behind did not write")
+
+
+def command(*arguments: str) -> bool:
+    """Run a command of the system's; whether it went well."""
+    return subprocess.run(arguments, capture_output=True, timeout=HANG_S).returncode == 0
+
+
+def slab_offset(slot: int) -> int:
+    """Where a slot's payload lies."""
+    return HEADER + slot * (HEADER + BLOCK) + HEADER
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`baton ...` as a person would."""
+    command = [sys.executable, "-m", "baton.cli.main", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+
+
+async def test_killed_restarted_flipped_truncated(tmp_path: Path, etcd_address: str, peer: KvPeer) -> None:
+    flags = {"nvme_dir": tmp_path / "nvme", "nvme_gib": NVME_GIB}
+    slab = tmp_path / "nvme" / "slab"
+    clean = keys(BLOCKS - 4)
+    first = start_store(tmp_path, etcd_address, "first", **flags)
+    async with running(first) as client:
+        await fill_disk(client, peer, clean)
+        assert (await client.stats()).tiers[0].blocks < len(clean), "the host is smaller than what was offered"
+        assert await read_all(client, peer, clean[:8]) == 8
+        tier = await nvme(client)
+        assert tier.read_latency_s > 0
+        assert tier.read_bytes_s > 0
+        await client.settle()
+        # killed while it writes: the last blocks are on their way down
+        handles = peer.seal(keys(BLOCKS), FINGERPRINT)[-4:]
+        await client.offer(peer.peer, handles)
+        async with client.lookup(keys(4, first=BLOCKS - 4)):
+            pass
+        first.kill()
+    with start_store(tmp_path, etcd_address, "second", **flags) as second:
+        client = Client(second.address)
+
+        async def scanned() -> bool:
+            return (await nvme(client)).state.startswith("ok")
+
+        await until(scanned, "the scan does not end")
+        found = (await nvme(client)).blocks
+        assert found >= 0.95 * len(clean)
+        print(f"found {found} of {len(clean)} clean slots and up to 4 that were being written")
+        call = client.stub.Watch(worker_pb2.WatchRequest(), timeout=HANG_S)
+        snapshot: dict[str, set[bytes]] = {}
+        while len(snapshot) < 2:
+            update = await call.read()
+            snapshot[update.cache.tier] = set(update.cache.stored)
+        call.cancel()
+        assert snapshot["host"] == set()
+        assert set(clean) <= snapshot["nvme"]
+        assert await read_all(client, peer, clean[:8]) == 8
+        prefetch = kvstore_pb2.PrefetchRequest(keys=clean[6:12], fingerprint=FINGERPRINT)
+        reply = await client.stub.Prefetch(prefetch, timeout=HANG_S)
+        assert (reply.readable, reply.coming) == (2, 4)
+        await client.settle()
+        async with client.lookup(clean[8:12]) as above:
+            assert len(above.handles) == 4, "without a deadline only what was prefetched"
+        # every payload on the disk gets a flipped bit: what the host holds is right, all else is a miss
+        rng = random.Random(7)
+        with slab.open("r+b", buffering=0) as file:
+            for slot in range(DISK_SLOTS):
+                at = slab_offset(slot) + rng.randrange(BLOCK)
+                byte = os.pread(file.fileno(), 1, at)
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 16]), at)
+        assert await read_all(client, peer, clean[20:30]) == 0
+        assert (await client.stats()).evicted["corrupt"] >= 1
+        shown = run_cli("kv", "stats", "--store", second.address, "--json")
+        assert {tier["name"] for tier in json.loads(shown.stdout)["tiers"]} == {"host", "nvme"}
+        listed = json.loads(run_cli("kv", "ls", "--store", second.address, "--json").stdout)
+        assert {tuple(block["tiers"]) for block in listed} == {("host", "nvme"), ("nvme",)}
+        checked = run_cli("kv", "verify", "--store", second.address, "--json")
+        assert checked.returncode == 1, "something had rotted"
+        assert json.loads(checked.stdout)["failed"] > 0
+        assert json.loads(run_cli("kv", "verify", "--store", second.address, "--json").stdout)["failed"] == 0
+        text = await asyncio.to_thread(scrape, second.metrics)
+        assert 'baton_kvstore_tier_operations_total{operation="load",outcome="corrupt",tier="nvme"}' in text
+        # written anew, then cut off: reading behind the end is a miss, too
+        await client.clear()
+        names = keys(8)
+        await fill_disk(client, peer, names)
+        for start in range(8, 8 + SLOTS + 8, 4):
+            handles = peer.seal(keys(start + 4), FINGERPRINT)[start:]
+            await client.offer(peer.peer, handles)
+        os.truncate(slab, HEADER)
+        assert await read_all(client, peer, names) < 8
+        reply_after = await client.offer(peer.peer, peer.seal(names, FINGERPRINT))
+        assert reply_after.stored + reply_after.known == 8
+        assert await read_all(client, peer, names) == 8
+        cleared = run_cli("kv", "clear", "--store", second.address)
+        assert "blocks forgotten" in cleared.stdout
+        await client.channel.close()
+
+
+async def test_a_full_disk_is_no_tier_and_a_frozen_one_a_miss(
+    tmp_path: Path, etcd_address: str, peer: KvPeer, mounted: Callable[..., Path]
+) -> None:
+    """One store asks for more than there is. Another one's file system stops answering, and comes back."""
+    small = mounted("small", "-t", "tmpfs", "-o", "size=1m", "tmpfs")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    if not command("mkfs.ext4", "-q", str(image)):
+        pytest.skip("no mkfs.ext4")
+    ice = mounted("ice", "-o", "loop", str(image))
+    full = start_store(tmp_path, etcd_address, "full", nvme_dir=small / "kv", nvme_gib=1.0, quota="poor=0.0002")
+    flags = {"nvme_dir": ice / "kv", "nvme_gib": NVME_GIB, "io_deadline_s": 0.5}
+    frozen = start_store(tmp_path, etcd_address, "frozen", **flags)
+    async with running(full) as client:
+        tier = await nvme(client)
+        assert tier.state.startswith("off: ")
+        assert "No space left" in tier.state
+        assert (await client.offer(peer.peer, peer.seal(keys(6), FINGERPRINT))).stored == 6
+        assert await read_all(client, peer, keys(6)) == 6
+        request = kvstore_pb2.OfferRequest(
+            peer=peer.peer, handles=peer.seal(keys(6, first=10), FINGERPRINT), deadline_s=20.0, tenant="poor"
+        )
+        reply = await client.stub.Offer(request, timeout=HANG_S)
+        assert (reply.stored, dict(reply.refused)) == (3, {"QUOTA_EXCEEDED": 3})
+        assert await client.stub.Clear(kvstore_pb2.ClearRequest(tenant="poor"), timeout=HANG_S)
+        await client.settle()
+    async with running(frozen) as client:
+        await fill_disk(client, peer, keys(8))
+        for start in range(8, 8 + SLOTS + 8, 4):
+            handles = peer.seal(keys(start + 4), FINGERPRINT)[start:]
+            await client.offer(peer.peer, handles)
+        assert command("fsfreeze", "-f", str(ice))
+        try:
+            # writes hang now, for as long as anybody likes; whoever asks is told in time
+            for start in range(8, 32, 4):
+                names = keys(4, first=start)
+                await client.offer(peer.peer, peer.seal(keys(start + 4), FINGERPRINT)[start:])
+                assert await read_all(client, peer, names, deadline_s=2.0) == 4
+
+            async def noticed() -> bool:
+                await read_all(client, peer, keys(4, first=28), deadline_s=2.0)  # wants them written
+                return (await nvme(client)).state.startswith("open")
+
+            await until(noticed, "a disk that hangs is not noticed")
+        finally:
+            assert command("fsfreeze", "-u", str(ice))
+
+        async def back() -> bool:
+            names = keys(2, first=random.Random().randrange(30))
+            await client.offer(peer.peer, peer.seal(keys(BLOCKS), FINGERPRINT)[:2])
+            await read_all(client, peer, names, deadline_s=2.0)
+            await read_all(client, peer, keys(2), deadline_s=2.0)
+            return (await nvme(client)).state.startswith("ok")
+
+        await until(back, "the disk is back and nobody uses it")
+        await client.settle()
