@@ -14,7 +14,7 @@ from baton.worker.sessions import Sessions
 async def findings(
     context: WorkerContext, sessions: Sessions, attempts: Attempts, runs: Runs, offers: Offers
 ) -> list[str]:
-    """Live attempts, dead sessions, open leases, what is being offered, slots in quarantine, and what the engine finds in its pool."""
+    """Live attempts, dead sessions, open leases, what is being offered, slots in quarantine, what the engine finds."""
     now = time.monotonic()
     found = [
         f"attempt {a.key[0]}/{a.key[1]} is {a.stage} since {now - a.started:.1f} s, session "
