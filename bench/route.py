@@ -75,16 +75,15 @@ class Bench:
         self.random = random.Random(seed)
         self.chains = -(-blocks // CHAIN)
         self.index = PrefixIndex(blocks + CHAIN)
-        reservations, rates, shares = Reservations(), Rates(), PrefillShare()
+        reservations, rates, shares, loads = Reservations(), Rates(), PrefillShare(), LoadRates()
+        background, metrics = Background("bench"), RouterMetrics(CollectorRegistry())
         speculation = Speculation(self.index)
-        self.workers = StillWorkers(
-            Background("bench"), self.index, reservations, rates, shares, Quarantine(), speculation
-        )
-        background, loads, metrics = Background("bench"), LoadRates(), RouterMetrics(CollectorRegistry())
+        self.workers = StillWorkers(background, self.index, reservations, rates, shares, Quarantine(), speculation)
+        stores = Stores(background, self.index, loads, Quarantine())
+        prefetcher = Prefetcher(background, Channels(), metrics.prefetches)
         self.service = RouterService(
-            self.workers, self.index, speculation, reservations, rates, shares,
-            Stores(background, self.index, loads, Quarantine()), loads,
-            Prefetcher(background, Channels(), metrics.prefetches), Parameters(), cast("Registry", None), metrics,
+            self.workers, self.index, speculation, reservations, rates, shares, stores, loads, prefetcher, Parameters(),
+            cast("Registry", None), metrics,
         )  # fmt: skip
         self.ids = [f"worker-{number:04d}" for number in range(count)]
         for number, id in enumerate(self.ids):

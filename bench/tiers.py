@@ -177,7 +177,7 @@ def remote(console: Console, options: argparse.Namespace, cores: tuple[str, ...]
 def nvme(console: Console, options: argparse.Namespace, cores: tuple[str, ...]) -> dict[str, Any]:
     """As host, but the store's memory is small and its disk is not. None when the store has no such tier."""
     with tempfile.TemporaryDirectory(prefix="baton-tiers-", dir=options.nvme_dir or None) as folder:
-        small = {"capacity_gib": options.nvme_host_gib, "nvme_dir": Path(folder)}
+        small = {"capacity_gib": options.nvme_host_gib, "nvme_dir": Path(folder), "nvme_gib": 1.0}
         with running(*ONE, *cores, model=options.model, settings=small) as run:
             if "nvme" not in tier_blocks(run):
                 console.print("  nvme: untried, this store has no such tier", style="dim")

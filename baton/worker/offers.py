@@ -58,6 +58,12 @@ class Offers:
         self._taken: OrderedDict[bytes, float] = OrderedDict()
         """Keys that the store of `_epoch` has, and until when we believe it."""
         self._epoch = 0
+        self._offering = False
+
+    def findings(self) -> list[str]:
+        """What waits to be offered or is being read, in words."""
+        waiting = self._queue.qsize() + self._offering
+        return [f"{waiting} conversations are to be offered to a store"] if waiting else []
 
     def offer(self, keys: Sequence[bytes], tenant: str) -> None:
         """These blocks, a prefix in order, are sealed here. Dropped when too many wait, or there is no store."""
@@ -74,12 +80,20 @@ class Offers:
         """Offer for ever, one conversation after the other."""
         while True:
             queued = await self._queue.get()
-            fresh = self._unknown(queued.keys, self._stores.to_offer())
-            most = max(1, min(BLOCKS, int(HELD_SHARE * self._context.spec.pool_blocks)))
-            for start in range(0, len(fresh), most):
-                if not await self._offer(fresh[start : start + most], queued.tenant):
-                    self._dropped("given_up", len(fresh) - start - most)
-                    break
+            self._offering = True
+            try:
+                await self._offer_all(queued)
+            finally:
+                self._offering = False
+
+    async def _offer_all(self, queued: _Queued) -> None:
+        """What the store lacks, piece by piece."""
+        fresh = self._unknown(queued.keys, self._stores.to_offer())
+        most = max(1, min(BLOCKS, int(HELD_SHARE * self._context.spec.pool_blocks)))
+        for start in range(0, len(fresh), most):
+            if not await self._offer(fresh[start : start + most], queued.tenant):
+                self._dropped("given_up", len(fresh) - start - most)
+                return
 
     def _unknown(self, keys: Sequence[bytes], store: registry_pb2.KvStore | None) -> list[bytes]:
         """Those of `keys` that `store` is not known to hold; another process than the last holds nothing."""

@@ -16,6 +16,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
 from baton.worker.context import WorkerContext
 from baton.worker.integrity import findings
+from baton.worker.offers import Offers
 from baton.worker.run import Runs
 from baton.worker.sessions import Sessions
 from baton.worker.submit import Submissions
@@ -38,6 +39,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         submissions: Submissions,
         runs: Runs,
         watchers: Watchers,
+        offers: Offers,
         describe: Callable[[], registry_pb2.Worker],
         leave: Callable[[float | None], Awaitable[int]],
     ) -> None:
@@ -47,6 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._submissions = submissions
         self._runs = runs
         self._watchers = watchers
+        self._offers = offers
         self._describe = describe
         self._leave = leave
 
@@ -102,7 +105,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.DrainReply(remaining=await self._leave(request.deadline_s or None))
 
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest, context: object) -> pb.CheckIntegrityReply:
-        found = await findings(self._context, self._sessions, self._attempts, self._runs)
+        found = await findings(self._context, self._sessions, self._attempts, self._runs, self._offers)
         return pb.CheckIntegrityReply(findings=found)
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: object) -> pb.ClearCacheReply:

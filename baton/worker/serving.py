@@ -64,6 +64,7 @@ class Serving:
             submissions,
             self.runs,
             self.watchers,
+            self.offers,
             self._describe,
             self.leave,
         )

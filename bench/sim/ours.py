@@ -1,8 +1,8 @@
 """The router's policy in the simulator: its own index, speculation, shortlist, candidates and choice.
 
 What is simulated is only how it is told: caches by events as they change, load by reports each `REPORT_S` and, in
-between, by its own placements (the reservations of a router). Loading a longer prefix from another node's cache takes
-time: it is put to the policy as the prompt that computes for as long (`_as_computing`).
+between, by its own placements (the reservations of a router). A node's cache is also the KV store of that node, from
+which the others load (README.md).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from services.router.index import PrefixIndex
 from services.router.policy import Choice, candidates, choose
 from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
+from services.router.stored import StoredRun
 
 REPORT_S = 0.1
 """Workers report when something changes: with chunks of 512 tokens at 6,000 a second each 85 ms."""
@@ -52,7 +53,8 @@ class Ours:
         self._fleet.put(
             _state(
                 _prefill(node), Role.PREFILL, queued_tokens=state.backlog(world.now) * rate, prefill_tok_s=rate,
-                block_bytes=world.setting.kv_bytes, unusable="QUARANTINED: down" if state.down else "",
+                block_size=world.block, block_bytes=world.setting.kv_bytes * world.block,
+                unusable="QUARANTINED: down" if state.down else "",
             )
         )  # fmt: skip
 
@@ -65,41 +67,32 @@ class Ours:
         found = self._index.prefix(keys)
         held = dict(found)  # what can be loaded now: nothing that is only expected
         self._speculation.extend(found, keys)
-        most = job.prompt - 1
-        hits = {id: min(most, blocks * world.block) for id, blocks in found.items()}
-        source, there = "", 0
-        if self._loads and held:
-            source = max(held, key=lambda id: (held[id], id))
-            there = min(most, held[source] * world.block)
-        ask = self._as_computing(world, job, hits, there)
-        states = self._fleet.shortlist(ask, PARAMETERS)
+        ask = Ask(
+            uid=str(self._placed), prompt_tokens=job.prompt, output_tokens=128.0, strict=True,
+            hits={id: blocks * world.block for id, blocks in found.items()}, ttft_slo_s=self._ttft_slo_s,
+            stored=self._stored(world, held),
+        )  # fmt: skip
         rate = world.setting.link_bytes_s
-        choice = choose(candidates(states, ask, lambda p, d: rate, PARAMETERS), ask, PARAMETERS)
+
+        def load_time(store: str, tier: str, worker: str, size: float) -> float:
+            return size / rate
+
+        states = self._fleet.shortlist(ask, PARAMETERS, load_time)
+        choice = choose(candidates(states, ask, lambda p, d: rate, PARAMETERS, load_time=load_time), ask, PARAMETERS)
         if not isinstance(choice, Choice) or choice.winner.prefill is None:
             return None
-        chosen, terms = choice.winner.prefill.id, choice.winner.terms
-        until = world.now + terms["queue"] + terms["prefill"] + EXPECT_S
+        chosen, terms, load = choice.winner.prefill.id, choice.winner.terms, choice.winner.load
+        until = world.now + terms["queue"] + terms["load"] + terms["prefill"] + EXPECT_S
         self._speculation.expect(chosen, keys, found.get(chosen, 0), until)
         decode = _number(choice.winner.worker.id) if world.decodes else -1
-        loads = there > hits.get(chosen, 0)
-        return Placement(_number(chosen), decode, _number(source) if loads else -1)
+        return Placement(_number(chosen), decode, _number(load.store) if load else -1)
 
-    def _as_computing(self, world: World, job: Job, hits: dict[str, int], there: int) -> Ask:
-        """The request with a load of `there` tokens put as tokens to compute.
-
-        On a node with a hit h < there, load and prefill take (there - h) * load_s + (prompt - there) * token_s. With
-        r = load_s / token_s that is what a prompt of (prompt - there + r * there) tokens with a hit of r * h takes.
-        """
-        prompt = job.prompt
-        if there:
-            ratio = min(1.0, world.transfer_s(1) * world.setting.prefill_tok_s)
-            prompt = max(1, round(prompt - there * (1.0 - ratio)))
-            # A longer hit than `there` is one that is only expected: it counts in full.
-            hits = {id: round(min(h, there) * ratio + max(0, h - there)) for id, h in hits.items()}
-        return Ask(
-            uid=str(self._placed), prompt_tokens=prompt, output_tokens=128.0, hits=hits, strict=True,
-            ttft_slo_s=self._ttft_slo_s,
-        )  # fmt: skip
+    def _stored(self, world: World, held: dict[str, int]) -> list[StoredRun]:
+        """The longest run that a node's cache holds: with equal links no other is worth a look."""
+        if not self._loads or not held:
+            return []
+        source = max(held, key=lambda id: (held[id], id))
+        return [StoredRun(source, "sim", world.block, {"host": held[source]})]
 
     def _report(self, world: World) -> None:
         """Every node's load report, when it is due."""
@@ -113,12 +106,12 @@ class Ours:
             self._fleet.put(
                 _state(
                     f"decode-{decode.number}", Role.DECODE, streams=decode.streams, max_streams=setting.max_streams,
-                    step_s=decode.step_s, block_bytes=setting.kv_bytes,
+                    step_s=decode.step_s, block_size=world.block, block_bytes=setting.kv_bytes * world.block,
                     unusable="QUARANTINED: down" if decode.down else "",
                 )
             )  # fmt: skip
         if not world.decodes:
-            self._fleet.put(_state("decode-0", Role.DECODE, block_bytes=0))
+            self._fleet.put(_state("decode-0", Role.DECODE, block_size=world.block))
 
 
 def _prefill(node: int) -> str:
@@ -138,11 +131,12 @@ def _state(
     streams: int = 0,
     max_streams: int = 1 << 30,
     step_s: float = 0.001,
+    block_size: int = 1,
     block_bytes: int = 0,
     unusable: str = "",
 ) -> WorkerState:
     return WorkerState(
-        id=id, role=role, fingerprint="sim", block_size=1, block_bytes=block_bytes, max_context=0,
+        id=id, role=role, fingerprint="sim", block_size=block_size, block_bytes=block_bytes, max_context=0,
         max_streams=max_streams, streams=streams, queued_tokens=queued_tokens, blocks_total=0, blocks_free=0,
         prefill_tok_s=prefill_tok_s, step_s=step_s, unusable=unusable,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from baton.errors import Reason
 from baton.route import RouteReason
@@ -38,6 +39,8 @@ class Mode(StrEnum):
     LOCAL = "local"
 
 
+MOST_PAIRS = 4096
+"""A pair costs some microseconds, in which the router answers nobody else."""
 _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 """Which of two equally cheap candidates: the one that freezes nobody first."""
 
@@ -110,7 +113,7 @@ def candidates(
     stores offer it, where that is cheaper than computing.
 
     Pairs grow with prefills x decodes, so not each is paired with each (_cross), and those that are barred only for the
-    reason they carry. `exhaustive` pairs all.
+    reason they carry. `exhaustive` pairs all, up to `MOST_PAIRS`; beyond that each worker is in one candidate at least.
     """
     prefills: list[WorkerState] = []
     streams: list[tuple[WorkerState, str]] = []
@@ -129,25 +132,23 @@ def candidates(
         mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
         if mode is Mode.LOCAL:
             decodes.append((worker, why))
-        terms, load = _cheapest(
-            lambda load, w=worker: own_cost(w, ask, parameters, load),  # type: ignore[misc]
-            worthwhile_loads(worker, ask, load_time, parameters),
-        )
+        loads = worthwhile_loads(worker, ask, load_time, parameters)
+        terms, load = _cheapest(partial(own_cost, worker, ask, parameters), loads)
         found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why, load))
 
     def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
         if not why and prefill.fingerprint != decode.fingerprint:
             why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
-        terms, load = _cheapest(
-            lambda load: pair_cost(prefill, decode, ask, transfer_rate, parameters, load),
-            worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode)),
-        )
-        total = sum(terms.values())
-        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, ask.cached(prefill), why, load)
+        loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
+        terms, load = _cheapest(partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
+        total, cached = sum(terms.values()), ask.cached(prefill)
+        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, cached, why, load)
 
-    if exhaustive:
-        everyone = [(p, "") for p in prefills] + barred_prefills
+    everyone = [(p, "") for p in prefills] + barred_prefills
+    if exhaustive and len(everyone) * len(decodes) <= MOST_PAIRS:
         return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
+    if exhaustive and decodes:
+        found += [pair(p, decodes[0][0], why) for p, why in barred_prefills]
     usable = [d for d, why in decodes if not why]
     for layout in sorted({d.fingerprint for d in usable}):
         of_layout = [d for d in usable if d.fingerprint == layout]
@@ -167,8 +168,8 @@ def _cross(
     parameters: Parameters,
     pair: Callable[[WorkerState, WorkerState], Candidate],
 ) -> list[Candidate]:
-    """Pairs of one layout: the best prefill with every decode worker, then the best decode of these with the other
-    prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
+    """Pairs of one layout: the prefill with the cheapest side with every decode worker, then the best decode of these
+    with the other prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
     first = prefills[0]
     if len(prefills) > 1:
         first = min(prefills, key=lambda p: (prefill_side(p, ask), _spread(ask.uid, p.id)))

@@ -181,14 +181,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
         )
-        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters)
+
+        def load_time(store: str, tier: str, worker: str, size: float) -> float:
+            return self._loads.seconds(store, tier, worker, size, now)
+
+        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters, load_time)
         found = policy.candidates(
-            states,
-            ask,
-            self._rates.transfer,
-            self._parameters,
-            exhaustive=exhaustive,
-            load_time=lambda store, tier, worker, size: self._loads.seconds(store, tier, worker, size, now),
+            states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive, load_time=load_time
         )
         choice = policy.choose(found, ask, self._parameters)
         if isinstance(choice, policy.Refusal):
@@ -246,9 +245,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
         until = now + winner.terms["queue"] + winner.terms["load"] + winner.terms["prefill"] + EXPECT_S
-        self._speculation.expect(
-            computes.id, _physical(keys, computes.block_size), winner.cached_tokens // computes.block_size, until
-        )
+        known = winner.cached_tokens // computes.block_size
+        self._speculation.expect(computes.id, _physical(keys, computes.block_size), known, until)
 
     def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         load = choice.winner.load

@@ -11,13 +11,15 @@ Ties: a noise below `tie_s` is added, another one for each request, so that equa
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.router.costs import Ask, Parameters, Role, WorkerState
+from services.router.costs import Ask, Parameters, Role, WorkerState, no_loads
+from services.router.stored import LoadTime, Reader, loads
 
 _Floats = NDArray[np.float64]
 COLUMNS = 7
@@ -59,12 +61,12 @@ class _Group:
             for column in self._columns:
                 column[row] = column[len(self.states)]
 
-    def best(self, ask: Ask, parameters: Parameters) -> list[WorkerState]:
+    def best(self, ask: Ask, parameters: Parameters, load_time: LoadTime) -> list[WorkerState]:
         """The cheapest that may be taken; when there are none, those that lack least."""
         count, limit = len(self.states), 2 if self.role is Role.PREFILL else 1
         if count <= parameters.whole:
             return list(self.states)
-        cost = self._cost(ask, parameters)
+        cost = self._cost(ask, parameters, load_time)
         cost += self._turns(ask.uid, parameters.tie_s)
         if ask.exclude:
             cost[[self.rows[id] for id in ask.exclude if id in self.rows]] = np.inf
@@ -97,7 +99,18 @@ class _Group:
             uncached[row] -= min(tokens, most)
         return uncached
 
-    def _cost(self, ask: Ask, parameters: Parameters) -> _Floats:
+    def _load(self, ask: Ask, load_time: LoadTime) -> tuple[int, float] | None:
+        """The end of the longest run that a store has for this layout, in tokens, and what a token of it takes to load,
+        on the word of one worker of the group: which store is best for whom is seen among the few."""
+        one = self.states[0]
+        reader = Reader(one.id, one.fingerprint, one.block_size, one.block_bytes, 0, ask.reusable(one))
+        options = [load for load in loads(ask.stored, reader, load_time) if load.seconds < math.inf]
+        if not options:
+            return None
+        best = max(options, key=lambda load: (load.tokens, -load.seconds))
+        return best.tokens, best.seconds / best.tokens
+
+    def _cost(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> _Floats:
         if not self._views:
             self._views = [column[: len(self.states)] for column in self._columns]
         _, queue, token_s, step, streams, per_output, share = self._views
@@ -106,8 +119,15 @@ class _Group:
             cost = ask.output_tokens * per_output
             cost += queue
             return cost
-        freeze = token_s * self._uncached(ask)
+        uncached = self._uncached(ask)
+        freeze = token_s * uncached
         cost = np.maximum(freeze, step)
+        load = self._load(ask, load_time) if ask.stored else None
+        if load is not None:
+            rest, load_token_s = ask.prompt_tokens - load[0], load[1]
+            loading = np.maximum(token_s * rest, step) + load_token_s * np.maximum(0.0, uncached - rest)
+            freeze = np.where(loading < cost, np.minimum(token_s * rest, freeze), freeze)
+            cost = np.minimum(cost, loading)
         cost += queue
         if self.role is Role.PREFILL:
             return cost
@@ -201,10 +221,10 @@ class Fleet:
         """Every worker."""
         return [state for group in self._groups.values() for state in group.states]
 
-    def shortlist(self, ask: Ask, parameters: Parameters) -> list[WorkerState]:
+    def shortlist(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> list[WorkerState]:
         """The workers among which the cheapest plan is: the best of each role and layout, and the decode worker with
         the longest hit (its own copy is what no side formula sees)."""
-        chosen = [state for group in self._groups.values() for state in group.best(ask, parameters)]
+        chosen = [state for group in self._groups.values() for state in group.best(ask, parameters, load_time)]
         decode = self._warmest_decode(ask.hits)
         if decode is not None and all(decode is not state for state in chosen):
             chosen.append(decode)

@@ -242,7 +242,8 @@ class Stack:
         return time.monotonic() - began
 
     def clear_caches(self) -> None:
-        """Every live worker and store forgets the prefixes it knows."""
+        """Every live worker and store forgets the prefixes it knows, once nothing is on its way from one to another."""
+        until(lambda: "offered" not in str(self.findings()), self.findings)
         self.clear_workers()
         for name, (role, _) in self._plan.items():
             if role == "kvstore" and name in self.processes and self.processes[name].process.poll() is None:

@@ -310,6 +310,17 @@ def test_local_is_cheapest_is_the_comparison_with_merged() -> None:
     assert alone.local_is_cheapest
 
 
+def test_all_pairs_are_shown_until_there_are_too_many_and_then_every_worker() -> None:
+    few = [worker(role, n) for role in (Role.PREFILL, Role.DECODE) for n in range(20)]
+    shown = candidates(few, ask(200), rate, P, exhaustive=True)
+    assert sum(c.mode is Mode.DISAGGREGATED for c in shown) == 400
+    many = [worker(role, n) for role in (Role.PREFILL, Role.DECODE) for n in range(200)]
+    many += [worker(Role.PREFILL, 999, unusable="DRAINING: prefill-999")]
+    shown = candidates(many, ask(200), rate, P, exhaustive=True)
+    assert len(shown) < 1000
+    assert {c.worker.id for c in shown} | {c.prefill.id for c in shown if c.prefill} == {w.id for w in many}
+
+
 def test_ties_are_the_same_for_one_request_and_spread_over_many() -> None:
     workers = [worker(Role.PREFILL, i) for i in range(4)] + [worker(Role.DECODE, i) for i in range(2)]
     assert decide(workers, ask(200)) == decide(list(reversed(workers)), ask(200))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.router.costs import Ask, Parameters, Role, WorkerState, decode_side, own_cost, prefill_side
 from services.router.policy import Choice, candidates, choose
 from services.router.shortlist import Fleet
+from services.router.stored import StoredRun
 from tests.unit.router.test_policy import ask, rate, worker
 
 P = Parameters()
@@ -88,6 +89,29 @@ def test_a_hit_brings_a_worker_in_whatever_its_place() -> None:
         choice = choose(candidates(fleet.shortlist(request, P), request, rate, P), request, P)
         assert isinstance(choice, Choice)
         assert choice.winner.prefill is workers[number]
+
+
+def test_what_a_store_holds_makes_an_idle_worker_worth_it() -> None:
+    """The worker with the hit is busy: without the load it is the cheapest all the same, with it an idle one is."""
+    workers = [worker(Role.PREFILL, n, queued_tokens=2000.0 if n else 400.0) for n in range(50)]
+    workers += [worker(Role.PREFILL, n) for n in range(50, 100)]
+    workers += [worker(Role.DECODE)]
+    request = ask(1025, strict=True, hits={"prefill-0": 1024}, stored=[StoredRun("s", "fp", 32, {"host": 32})])
+    fleet = fleet_of(workers)
+
+    def chosen(load_s: float) -> WorkerState | None:
+        def load_time(store: str, tier: str, reader: str, size: float) -> float:
+            return load_s
+
+        found = candidates(fleet.shortlist(request, P, load_time), request, rate, P, load_time=load_time)
+        choice = choose(found, request, P)
+        assert isinstance(choice, Choice)
+        return choice.winner.prefill
+
+    assert chosen(10.0) is workers[0]
+    idle = chosen(0.1)
+    assert idle is not None
+    assert idle.queued_tokens == 0.0
 
 
 def test_equal_workers_take_turns() -> None:
