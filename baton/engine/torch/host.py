@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from baton.engine.port import (
 from baton.engine.torch import messages as m
 from baton.engine.torch.late import LateReads
 from baton.engine.torch.link import CALL_S, Link
+from baton.engine.torch.liveness import Liveness
 from baton.engine.torch.options import Options
 from baton.engine.torch.page import StatsPage
 from baton.engine.torch.reservation import TorchReservation
@@ -41,6 +43,9 @@ from baton.kv.keys import block_keys, chain
 START_S = 300.0
 """Reading the weights of a large model from a slow disk."""
 MAX_CACHE_EVENTS = 1024
+LATE_S = 0.5
+SLOW_S = 2.0
+"""What is predicted at most of a step because its process gets on: it may be running in a circle."""
 MAX_STEPS = 1024
 """Steps that may wait for the worker; then the engine's messages are left in its socket, and it computes no further."""
 
@@ -77,6 +82,7 @@ class TorchEngine(Engine):
         self._link: Link | None = None
         self._spec: EngineSpec | None = None
         self._late: LateReads | None = None
+        self._liveness: Liveness | None = None
         self._cached_keys: dict[bytes, None] = {}
         self._cache_events: asyncio.Queue[CacheEvent | None] = asyncio.Queue(MAX_CACHE_EVENTS)
         self._steps: asyncio.Queue[list[TokenEvent] | BatonError] = asyncio.Queue(MAX_STEPS)
@@ -119,6 +125,7 @@ class TorchEngine(Engine):
             theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         self._link = Link(process, reader, writer)
+        self._liveness = Liveness(process.pid)
         try:
             async with asyncio.timeout(START_S):
                 first = await self._link.receive()
@@ -279,8 +286,16 @@ class TorchEngine(Engine):
         owed = self._link.owed_since(taken) if self._link is not None else 0.0
         if owed and not stats.step_started:
             # Stopped between two steps, or while it was idle: what was sent is not even read.
-            return replace(stats, step_started=owed, step_predicted_s=stats.decode_step_s)
-        return stats
+            stats = replace(stats, step_started=owed, step_predicted_s=stats.decode_step_s)
+        return self._unless_slow(stats)
+
+    def _unless_slow(self, stats: EngineStats) -> EngineStats:
+        """Predict more of a step that is late while the process gets on: the machine is slow, not the engine stuck."""
+        now = time.time()
+        age = now - stats.step_started if stats.step_started else 0.0
+        if age < LATE_S or self._liveness is None or not self._liveness.gets_on(now):
+            return stats
+        return replace(stats, step_predicted_s=max(stats.step_predicted_s, min(age, SLOW_S)))
 
     async def check_integrity(self) -> list[str]:
         call = self.link.number()

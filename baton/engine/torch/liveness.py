@@ -1,0 +1,42 @@
+"""Whether the engine's process gets on: a step that is long because others have the processor is not stuck.
+
+Linux tells the state of a process' main thread (/proc/PID/stat). R is running, or ready to run and waiting for a
+processor; a process that was stopped, or waits for something that never comes, is in another one. (Its schedstat would
+say how long it waited, but only once it has got a processor again.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+WINDOW_S = 1.0
+APART_S = 0.1
+LEAST = 3
+"""Samples in the window before anything is told."""
+SHARE = 0.5
+"""Of the samples, at least, for a process that gets on."""
+
+
+class Liveness:
+    """Ask often while a step is long: what is told is about the last WINDOW_S."""
+
+    def __init__(self, pid: int) -> None:
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._samples: deque[tuple[float, bool]] = deque()
+
+    def gets_on(self, now: float) -> bool:
+        """Whether the main thread ran or was ready to in most samples; False when that cannot be told (yet).
+        `now`: any clock's seconds."""
+        while self._samples and now - self._samples[0][0] > WINDOW_S:
+            self._samples.popleft()
+        if not self._samples or now - self._samples[-1][0] >= APART_S:
+            self._samples.append((now, self._ready()))
+        ready = sum(ready for _, ready in self._samples)
+        return len(self._samples) >= LEAST and ready >= SHARE * len(self._samples)
+
+    def _ready(self) -> bool:
+        try:
+            return self._stat.read_text().rpartition(")")[2].split()[0] == "R"
+        except (OSError, IndexError):  # it has ended, or this is no Linux
+            return False
