@@ -60,15 +60,14 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
     with home.locked():
         alive = {record.name: record for record in records(home) if process_of(record)}
         _same_options(home, options, bool(alive))
+        if "frontend" not in alive:
+            need_free(options.http_port, "HTTP", "another one with --http-port")
         model = find_model(home, options.model, lambda text: progress.step("model", text))
         progress.step("model", "ready")
         children: list[_Child] = []
         try:
             etcd = _etcd(home, options, alive, children, progress)
             specs = service_specs(options, str(model), f"{HOST}:{etcd}")
-            missing = [spec for spec in specs if spec.name not in alive]
-            if any(spec.role == "frontend" for spec in missing):
-                need_free(options.http_port, "HTTP", "another one with --http-port")
             for spec in specs:
                 if spec.name in alive:
                     progress.step(spec.name, "ready")
