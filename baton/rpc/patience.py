@@ -44,8 +44,10 @@ class Patience:
         await self._timeout.__aexit__(kind, error, trace)
 
     def _arm(self) -> None:
-        self._due = time.monotonic() + TICK_S
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        # All of a process tick at the same moments: it wakes up once for all of them. A timer may be early by a little.
+        now = time.monotonic()
+        self._due = max(self._due, math.floor(now / TICK_S) * TICK_S) + TICK_S
+        self._timer = asyncio.get_running_loop().call_later(self._due - now, self._tick)
 
     def _tick(self) -> None:
         if time.monotonic() - self._due < TICK_S:
@@ -57,4 +59,5 @@ class Patience:
 
 
 def _ticks(seconds: float | None) -> float:
-    return math.inf if seconds is None else max(1, math.ceil(seconds / TICK_S))
+    """The first tick comes at once or a tick later, so there is one more."""
+    return math.inf if seconds is None else max(1, math.ceil(seconds / TICK_S)) + 1

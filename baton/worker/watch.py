@@ -127,7 +127,7 @@ class Watchers:
                     await write(pb.WorkerUpdate(epoch=self._epoch, cache=message))
                 load = self._load()
                 now = time.monotonic()
-                if load != told or watcher.admitted or now - told_at > ALIVE_S - LOAD_S:
+                if load != told or watcher.admitted or now - told_at > ALIVE_S - LOAD_S / 2:
                     told, told_at = load, now
                     update = pb.WorkerUpdate(epoch=self._epoch, load=load)
                     update.load.alive_s = ALIVE_S

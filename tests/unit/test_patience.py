@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+import uvloop
 
 from baton.rpc.patience import TICK_S, Patience
 
@@ -18,6 +19,25 @@ async def test_silence_ends_it_and_not_before_its_time() -> None:
         async with Patience(5 * TICK_S):
             await asyncio.Event().wait()
     assert time.monotonic() - began > 4.5 * TICK_S
+
+
+async def test_many_last_as_long_as_one() -> None:
+    """Whenever they begin, and on any loop: a timer that is early by a fraction of a tick makes no tick of its own."""
+
+    async def patient(after_s: float) -> float:
+        await asyncio.sleep(after_s)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with Patience(10 * TICK_S):
+                await asyncio.Event().wait()
+        return time.monotonic() - began
+
+    async def all_of_them() -> list[float]:
+        return await asyncio.gather(*(patient(i * TICK_S / 7) for i in range(20)))
+
+    for new_loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+        lasted = await asyncio.to_thread(lambda new=new_loop: asyncio.Runner(loop_factory=new).run(all_of_them()))
+        assert min(lasted) > 9.9 * TICK_S
 
 
 async def test_whoever_is_heard_is_waited_for() -> None:
