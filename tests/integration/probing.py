@@ -52,8 +52,8 @@ def main() -> None:
             began = time.monotonic()
             connection.request("GET", path)
             answer = connection.getresponse()
-            answer.read()
-            assert answer.status == 200, (path, answer.status)
+            said = answer.read()
+            assert answer.status == 200, (path, answer.status, said)
             times.append((time.monotonic() - began) * 1000)
     print(json.dumps({path: _summary(sorted(times)) for path, times in taken.items()}))
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from baton.worker.offers import REMEMBER_S
 from tests.integration.asking import Answer, ask, plain_client
+from tests.integration.resuming import complete, same
 from tests.integration.stack import Stack, until
 from tests.tiny_model import make_tiny_model
 
@@ -184,25 +186,21 @@ def failed_loads(stack: Stack, reason: str) -> float:
 
 async def test_a_resume_finds_what_the_dead_worker_had_offered(stack: Stack) -> None:
     """Its prompt, and the blocks of the output that had filled: the rest alone is computed again."""
-    prompt, tokens = "resumed " + LONG, 400
+    prompt = "resumed " + LONG
+    asked = {"prompt": prompt, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
     async with plain_client() as client:
         stack.clear_caches()
-        await asyncio.sleep(FORGOTTEN_S)
-        undisturbed = await ask(client, stack.url(), prompt, tokens)
+        undisturbed = await complete(client, stack.url(), asked)
         stack.clear_caches()
-        await asyncio.sleep(FORGOTTEN_S)
-        enough = asyncio.Event()
-        asking = asyncio.create_task(
-            ask(client, stack.url(), prompt, tokens, on_piece=lambda n: enough.set() if n > 100 else None)
-        )
-        await enough.wait()
-        until(lambda: stack.stores()["kvstore"][1] > blocks(prompt), stack.stores)
-        streaming = max(
-            stack.workers(), key=lambda name: stack.metric(name, "baton_worker_kv_blocks_pinned")
-        )  # refreshed each second: the stream is longer
-        stack.kill(streaming)
+        await asyncio.sleep(REMEMBER_S + 1)  # workers believe for so long that the store has what it took
+        workers: set[str] = set()
+        asking = asyncio.create_task(complete(client, stack.url(), asked, lambda so_far: workers.add(so_far.worker)))
+        offered = lambda: stack.stores()["kvstore"][1] > blocks(prompt) or asking.done()  # noqa: E731
+        await asyncio.to_thread(until, offered, stack.stores)
+        assert not asking.done(), "nothing was offered while it streamed"
+        stack.kill(*workers)
         resumed = await asking
-    assert (resumed.text, resumed.error) == (undisturbed.text, {})
+    same(resumed, undisturbed, hits=False)
     assert resumed.story["attempts"] == 2
     assert resumed.story["store"] == "kvstore"
     assert resumed.story["stored_tokens"] > blocks(prompt) * 32
