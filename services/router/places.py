@@ -1,9 +1,9 @@
 """Which bits each key has: the table under the prefix index.
 
-A key has a row: its bytes, and its mask of bits. Keys of one prompt come in one event and get rows side by side, and they
-ask together as well. So a walk looks up the first key and compares the bytes from its row on with those of the request:
-as far as they are equal no other look-up is needed. Where they lie is only a hint: each key is compared and each mask
-read, so a walk is exact whatever was removed, and rows that lie apart only make it slower.
+A key has a row: its bytes, and its mask of bits. Keys of one prompt come in one event and get rows side by side, and
+they are asked for together. So a walk looks up the first key and compares the bytes from its row on with those asked
+for: as far as they are equal no other look-up is needed. Where they lie is only a hint: each key is compared and each
+mask read, so a walk is exact whatever was removed, and rows that lie apart only make it slower.
 
 Equal masks become one integer object within an event, which saves memory (an integer of 1,000 bits takes 160 bytes) and
 lets a walk see without a look inside that a mask is the one before.

@@ -65,7 +65,8 @@ class Candidate:
     @property
     def ttft(self) -> float:
         """Predicted seconds to the first token: the terms that this request itself waits for."""
-        return sum(self.terms[name] for name in ("queue", "prefill", "load", "transfer"))
+        terms = self.terms
+        return terms["queue"] + terms["prefill"] + terms["load"] + terms["transfer"]
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,19 @@ def candidates(
         mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
         if mode is Mode.LOCAL:
             decodes.append((worker, why))
-        loads = worthwhile_loads(worker, ask, load_time, parameters)
-        terms, load = _cheapest(partial(own_cost, worker, ask, parameters), loads)
+        terms, load = own_cost(worker, ask, parameters), None
+        if ask.stored:
+            loads = worthwhile_loads(worker, ask, load_time, parameters)
+            terms, load = _with_load(terms, partial(own_cost, worker, ask, parameters), loads)
         found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why, load))
 
     def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
         if not why and prefill.fingerprint != decode.fingerprint:
             why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
-        loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
-        terms, load = _cheapest(partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
+        terms, load = pair_cost(prefill, decode, ask, transfer_rate, parameters), None
+        if ask.stored:
+            loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
+            terms, load = _with_load(terms, partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
         total, cached = sum(terms.values()), ask.cached(prefill)
         return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, cached, why, load)
 
@@ -178,11 +183,11 @@ def _cross(
     return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
 
 
-def _cheapest(
-    cost: Callable[[Load | None], dict[str, float]], options: Sequence[Load]
+def _with_load(
+    without: dict[str, float], cost: Callable[[Load], dict[str, float]], options: Sequence[Load]
 ) -> tuple[dict[str, float], Load | None]:
     """The terms without a load, or with the one that makes the sum the smallest."""
-    best, chosen = cost(None), None
+    best, chosen = without, None
     for load in options:
         terms = cost(load)
         if sum(terms.values()) < sum(best.values()):
@@ -202,6 +207,8 @@ def _best(options: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Can
         return None
     limit = min(option.total for option in options) + parameters.tie_s
     tied = [option for option in options if option.total <= limit]
+    if len(tied) == 1:
+        return tied[0]
     return min(
         tied,
         key=lambda c: (

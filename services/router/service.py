@@ -81,9 +81,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             return router_pb2.RouteReply(failure=failure(error))
         self._reserve(request, keys, choice.winner)
         self._prefetch(request, keys, choice.winner)
-        self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
+        reply = router_pb2.RouteReply()
+        self._put_plan(reply.plan, choice, request)
+        self._metrics.routed(choice.winner.mode, choice.reasons[0])
         self._metrics.route_seconds.observe(time.perf_counter() - began)
-        return router_pb2.RouteReply(plan=self._plan(choice, request))
+        return reply
 
     async def Explain(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.ExplainReply:
         """Every candidate's terms, cheapest first, those that may not be taken last. Reserves nothing."""
@@ -92,7 +94,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             choice, found = self._decide(request, list(request.keys), exhaustive=True)
             winner = choice.winner
-            reply.plan.CopyFrom(self._plan(choice, request))
+            self._put_plan(reply.plan, choice, request)
         except _RefusedError as refused:
             found = refused.found
             reply.failure.CopyFrom(failure(refused))
@@ -248,13 +250,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         known = winner.cached_tokens // computes.block_size
         self._speculation.expect(computes.id, _physical(keys, computes.block_size), known, until)
 
-    def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
+    def _put_plan(self, plan: worker_pb2.Plan, choice: policy.Choice, request: router_pb2.RouteRequest) -> None:
         load = choice.winner.load
-        store = self._stores.usable(load.store) if load else None
-        plan = explain.plan(choice, lambda id: self._workers.get(id).worker, store)
+        explain.put_plan(plan, choice, self._workers.target, self._stores.usable(load.store) if load else None)
         if request.attempt:
-            plan.reasons.append(RouteReason.REROUTED.value)
-        return plan
+            plan.reasons.append(RouteReason.REROUTED)
 
 
 class _RefusedError(BatonError):

@@ -70,12 +70,13 @@ class _Group:
         cost += self._turns(ask.uid, parameters.tie_s)
         if ask.exclude:
             cost[[self.rows[id] for id in ask.exclude if id in self.rows]] = np.inf
-        chosen = _cheapest(cost.copy(), limit)
+        chosen, costs = _cheapest(cost, limit)
         # Mostly everyone has room: it is asked of all only when one of the few has not.
-        capacity = self._columns[0][:count]
+        capacity = self._views[0]
         if any(capacity[row] < ask.prompt_tokens for row in chosen):
+            cost[chosen] = costs
             cost[capacity < ask.prompt_tokens] = np.inf
-            chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
+            chosen, _ = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
         return [self.states[row] for row in chosen]
 
     def _turns(self, uid: str, tie_s: float) -> _Floats:
@@ -142,14 +143,15 @@ class _Group:
         return cost
 
 
-def _cheapest(cost: _Floats, limit: int) -> list[int]:
-    """The rows of the lowest, lowest first. Spoils `cost`: a few minima are found sooner one by one."""
-    rows = []
+def _cheapest(cost: _Floats, limit: int) -> tuple[list[int], list[float]]:
+    """The rows of the lowest, lowest first, and their costs (spoilt here: a few minima are found sooner one by one)."""
+    rows, costs = [], []
     for _ in range(limit):
         row = int(cost.argmin())
-        cost[row] = np.inf
         rows.append(row)
-    return rows
+        costs.append(float(cost[row]))
+        cost[row] = np.inf
+    return rows, costs
 
 
 def _numbers(state: WorkerState) -> tuple[float, ...]:
