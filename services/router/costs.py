@@ -85,10 +85,13 @@ class WorkerState:
         return -(-tokens // self.block_size) + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
-    """What is to be routed. `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by
-    worker id, `stored` what stores hold of the prompt."""
+    """What is to be routed; never changed once made (not frozen, as WorkerState is not).
+
+    `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by worker id, `stored` what
+    stores hold of the prompt.
+    """
 
     uid: str
     prompt_tokens: int

@@ -61,13 +61,13 @@ class _Group:
             for column in self._columns:
                 column[row] = column[len(self.states)]
 
-    def best(self, ask: Ask, parameters: Parameters, load_time: LoadTime) -> list[WorkerState]:
-        """The cheapest that may be taken; when there are none, those that lack least."""
+    def best(self, ask: Ask, turn: int, parameters: Parameters, load_time: LoadTime) -> list[WorkerState]:
+        """The cheapest that may be taken; when there are none, those that lack least. `turn` says who of equal ones."""
         count, limit = len(self.states), 2 if self.role is Role.PREFILL else 1
         if count <= parameters.whole:
             return list(self.states)
         cost = self._cost(ask, parameters, load_time)
-        cost += self._turns(ask.uid, parameters.tie_s)
+        cost += self._turns(turn, parameters.tie_s)
         if ask.exclude:
             cost[[self.rows[id] for id in ask.exclude if id in self.rows]] = np.inf
         chosen, costs = _cheapest(cost, limit)
@@ -79,12 +79,12 @@ class _Group:
             chosen, _ = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
         return [self.states[row] for row in chosen]
 
-    def _turns(self, uid: str, tie_s: float) -> _Floats:
-        """A noise of up to `tie_s` for each row, by the request's uid."""
+    def _turns(self, turn: int, tie_s: float) -> _Floats:
+        """A noise of up to `tie_s` for each row, the same for the same `turn`."""
         count = len(self.states)
         if len(self._noise) < 2 * count or self._tie_s != tie_s:
             self._noise, self._tie_s = np.random.default_rng(1).random(4 * count) * tie_s, tie_s
-        start = zlib.crc32(uid.encode()) % (len(self._noise) - count)
+        start = turn % (len(self._noise) - count)
         return self._noise[start : start + count]
 
     def _uncached(self, ask: Ask) -> float | _Floats:
@@ -226,7 +226,8 @@ class Fleet:
     def shortlist(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> list[WorkerState]:
         """The workers among which the cheapest plan is: the best of each role and layout, and the decode worker with
         the longest hit (its own copy is what no side formula sees)."""
-        chosen = [state for group in self._groups.values() for state in group.best(ask, parameters, load_time)]
+        turn = zlib.crc32(ask.uid.encode())
+        chosen = [state for group in self._groups.values() for state in group.best(ask, turn, parameters, load_time)]
         decode = self._warmest_decode(ask.hits)
         if decode is not None and all(decode is not state for state in chosen):
             chosen.append(decode)
