@@ -149,8 +149,8 @@ def candidates(
         total, cached = sum(terms.values()), ask.cached(prefill)
         return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, cached, why, load)
 
-    everyone = [(p, "") for p in prefills] + barred_prefills
-    if exhaustive and len(everyone) * len(decodes) <= MOST_PAIRS:
+    if exhaustive and (len(prefills) + len(barred_prefills)) * len(decodes) <= MOST_PAIRS:
+        everyone = [(p, "") for p in prefills] + barred_prefills
         return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
     if exhaustive and decodes:
         found += [pair(p, decodes[0][0], why) for p, why in barred_prefills]

@@ -200,7 +200,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Prefix-hit tokens by worker, those that are on their way included; and what stores hold."""
         hits: dict[str, int] = {}
         stored: list[StoredRun] = []
-        for size in fleet.block_sizes():
+        sizes = fleet.block_sizes()
+        for size in sizes:
             keys = _physical(logical, size)
             found = self._index.look_up(keys)
             for id, tiers in found.stores.items():
@@ -208,7 +209,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     stored.append(StoredRun(id, store.fingerprint, size, tiers))
             held = found.workers
             self._speculation.extend(held, keys)
-            hits.update((worker, blocks * size) for worker, blocks in held.items() if fleet.block_size(worker) == size)
+            for worker, blocks in held.items():
+                if len(sizes) == 1 or fleet.block_size(worker) == size:
+                    hits[worker] = blocks * size
         return hits, stored
 
     def _prefetch(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:

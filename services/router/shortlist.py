@@ -22,8 +22,8 @@ from services.router.costs import Ask, Parameters, Role, WorkerState, no_loads
 from services.router.stored import LoadTime, Reader, loads
 
 _Floats = NDArray[np.float64]
-COLUMNS = 7
-"""capacity, queue, token_s, step, streams, per_output, share: `_numbers` says what each is."""
+COLUMNS = 6
+"""queue, token_s, step, streams, per_output, share_step: `_numbers` says what each is."""
 
 
 class _Group:
@@ -36,6 +36,7 @@ class _Group:
         self.rows: dict[str, int] = {}
         self._columns = [np.zeros(8) for _ in range(COLUMNS)]
         self._views: list[_Floats] = []
+        self._capacity: list[float] = []
         self._noise = np.zeros(0)
         self._tie_s = 0.0
 
@@ -44,19 +45,21 @@ class _Group:
         if row is None:
             row = self.rows[state.id] = len(self.states)
             self.states.append(state)
+            self._capacity.append(0.0)
             self._views = []
             if row == len(self._columns[0]):
                 self._columns = [np.concatenate([column, np.zeros(row)]) for column in self._columns]
         self.states[row] = state
+        self._capacity[row] = _capacity(state)
         for column, number in zip(self._columns, _numbers(state), strict=True):
             column[row] = number
 
     def remove(self, id: str) -> None:
         row = self.rows.pop(id)
         self._views = []
-        last = self.states.pop()
+        last, capacity = self.states.pop(), self._capacity.pop()
         if last.id != id:
-            self.states[row] = last
+            self.states[row], self._capacity[row] = last, capacity
             self.rows[last.id] = row
             for column in self._columns:
                 column[row] = column[len(self.states)]
@@ -70,13 +73,12 @@ class _Group:
         cost += self._turns(turn, parameters.tie_s)
         if ask.exclude:
             cost[[self.rows[id] for id in ask.exclude if id in self.rows]] = np.inf
-        chosen, costs = _cheapest(cost, limit)
+        chosen = _cheapest(cost, limit)
         # Mostly everyone has room: it is asked of all only when one of the few has not.
-        capacity = self._views[0]
-        if any(capacity[row] < ask.prompt_tokens for row in chosen):
-            cost[chosen] = costs
+        if min([self._capacity[row] for row in chosen]) < ask.prompt_tokens:
+            capacity = np.array(self._capacity)
             cost[capacity < ask.prompt_tokens] = np.inf
-            chosen, _ = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
+            chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
         return [self.states[row] for row in chosen]
 
     def _turns(self, turn: int, tie_s: float) -> _Floats:
@@ -114,7 +116,7 @@ class _Group:
     def _cost(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> _Floats:
         if not self._views:
             self._views = [column[: len(self.states)] for column in self._columns]
-        _, queue, token_s, step, streams, per_output, share = self._views
+        queue, token_s, step, streams, per_output, share_step = self._views
         cost: _Floats
         if self.role is Role.DECODE:
             cost = ask.output_tokens * per_output
@@ -132,8 +134,10 @@ class _Group:
         cost += queue
         if self.role is Role.PREFILL:
             return cost
-        later = np.minimum(np.maximum(share, parameters.assumed_arrivals_s * freeze), 1.0)
-        later *= step
+        later = freeze * step
+        later *= parameters.assumed_arrivals_s
+        np.maximum(later, share_step, out=later)
+        np.minimum(later, step, out=later)
         later += per_output
         later *= ask.output_tokens
         cost += later
@@ -143,35 +147,42 @@ class _Group:
         return cost
 
 
-def _cheapest(cost: _Floats, limit: int) -> tuple[list[int], list[float]]:
-    """The rows of the lowest, lowest first, and their costs (spoilt here: a few minima are found sooner one by one)."""
-    rows, costs = [], []
-    for _ in range(limit):
-        row = int(cost.argmin())
-        rows.append(row)
-        costs.append(float(cost[row]))
-        cost[row] = np.inf
-    return rows, costs
+def _cheapest(cost: _Floats, limit: int) -> list[int]:
+    """The one or two rows of the lowest, lowest first: two minima are found sooner than a sorting."""
+    first = int(cost.argmin())
+    if limit == 1 or len(cost) == 1:
+        return [first]
+    least, cost[first] = cost[first], np.inf
+    second = int(cost.argmin())
+    cost[first] = least
+    return [first, second]
+
+
+def _capacity(state: WorkerState) -> float:
+    """The longest prompt that it takes, in tokens; -1 when it takes none."""
+    if state.unusable:
+        return -1.0
+    capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else math.inf
+    if state.max_context:
+        capacity = min(capacity, state.max_context - (state.role is not Role.PREFILL))
+    return capacity
 
 
 def _numbers(state: WorkerState) -> tuple[float, ...]:
-    """A row. `capacity` is the longest prompt that it takes; `per_output` what one output token waits for the
-    batch and the queue, and on a decode worker for later prompts."""
-    capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else np.inf
-    if state.max_context:
-        capacity = min(capacity, state.max_context - (state.role is not Role.PREFILL))
+    """A row. `per_output` is what one output token waits for the batch and the queue, and on a decode worker for later
+    prompts; `share_step` what it waits for those on another one, as far as measured."""
     excess = 0 if state.role is Role.PREFILL else max(0, state.streams + 1 - state.max_streams)
     per_output = (state.streams + excess) * state.step_s / state.max_streams
+    share_step = state.step_s * min(1.0, state.prefill_share)
     if state.role is Role.DECODE:
-        per_output += state.step_s * min(1.0, state.prefill_share)
+        per_output += share_step
     return (
-        -1.0 if state.unusable else capacity,
         state.queued_tokens / state.prefill_tok_s,
         1.0 / state.prefill_tok_s,
         state.step_s,
         state.streams,
         per_output,
-        state.prefill_share,
+        share_step,
     )
 
 
