@@ -178,14 +178,16 @@ class Places:
     def _together(self, packed: bytes, depth: int, row: int) -> int:
         """How many keys of `packed`, from `depth` on, lie in `row` and those behind it; the first does."""
         start, at = depth * KEY_BYTES, row * KEY_BYTES
-        ends = min(len(packed) - start, len(self._packed) - at)
-        if packed[start + KEY_BYTES : start + 2 * KEY_BYTES] != self._packed[at + KEY_BYTES : at + 2 * KEY_BYTES]:
-            return 1
-        ours = np.frombuffer(packed, np.uint64, ends // 8, start)
-        theirs = np.frombuffer(self._packed, np.uint64, ends // 8, at)
-        differ = ours != theirs
-        first = int(differ.argmax())
-        return (first if differ[first] else len(differ)) // (KEY_BYTES // 8)
+        low, high = 1, min(len(packed) - start, len(self._packed) - at) // KEY_BYTES
+        middle = min(2, high)  # rows that lie apart are told first
+        while low < high:
+            known, end = low * KEY_BYTES, middle * KEY_BYTES
+            if packed[start + known : start + end] == self._packed[at + known : at + end]:
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        return low
 
     def _take(self, bit: int, rows: list[int]) -> None:
         masks, equal = self._masks, {bit: 0}
