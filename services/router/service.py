@@ -171,7 +171,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         fleet = self._workers.fleet(request.model, now)
         if not len(fleet):
             raise self._nobody(request.model)
-        hits, stored = self._held(keys, fleet)
+        try:
+            hits, stored = self._held(keys, fleet)
+        except ValueError as error:
+            raise BatonError(Reason.INVALID_REQUEST, str(error), param="keys") from None
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
