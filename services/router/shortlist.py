@@ -34,7 +34,7 @@ class _Group:
         self.block_size = block_size
         self.states: list[WorkerState] = []
         self.rows: dict[str, int] = {}
-        self._columns = [np.zeros(8) for _ in range(COLUMNS)]
+        self._table = np.zeros((COLUMNS, 8))
         self._views: list[_Floats] = []
         self._capacity: list[float] = []
         self._noise = np.zeros(0)
@@ -47,12 +47,11 @@ class _Group:
             self.states.append(state)
             self._capacity.append(0.0)
             self._views = []
-            if row == len(self._columns[0]):
-                self._columns = [np.concatenate([column, np.zeros(row)]) for column in self._columns]
+            if row == self._table.shape[1]:
+                self._table = np.hstack([self._table, np.zeros_like(self._table)])
         self.states[row] = state
         self._capacity[row] = _capacity(state)
-        for column, number in zip(self._columns, _numbers(state), strict=True):
-            column[row] = number
+        self._table[:, row] = _numbers(state)
 
     def remove(self, id: str) -> None:
         row = self.rows.pop(id)
@@ -61,8 +60,7 @@ class _Group:
         if last.id != id:
             self.states[row], self._capacity[row] = last, capacity
             self.rows[last.id] = row
-            for column in self._columns:
-                column[row] = column[len(self.states)]
+            self._table[:, row] = self._table[:, len(self.states)]
 
     def best(self, ask: Ask, turn: int, parameters: Parameters, load_time: LoadTime) -> list[WorkerState]:
         """The cheapest that may be taken; when there are none, those that lack least. `turn` says who of equal ones."""
@@ -115,7 +113,7 @@ class _Group:
 
     def _cost(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> _Floats:
         if not self._views:
-            self._views = [column[: len(self.states)] for column in self._columns]
+            self._views = list(self._table[:, : len(self.states)])
         queue, token_s, step, streams, per_output, share_step = self._views
         cost: _Floats
         if self.role is Role.DECODE:
