@@ -121,9 +121,10 @@ class Places:
                 if depth:
                     yield depth, active
                 return
-            masks = self._masks[row : row + self._together(packed, depth, row)]
-            together = len(masks)
-            for offset, mask in _changes(masks):
+            together = self._together(packed, depth, row)
+            # Only a shortcut for rows that lie alone: there are as many of them as keys when nothing lies together.
+            changes = _changes(self._masks[row : row + together]) if together > 1 else ((0, self._masks[row]),)
+            for offset, mask in changes:
                 if not mask:  # a free row still has the bytes of its last key, which may lie elsewhere now
                     together = offset
                     break
@@ -178,15 +179,17 @@ class Places:
     def _together(self, packed: bytes, depth: int, row: int) -> int:
         """How many keys of `packed`, from `depth` on, lie in `row` and those behind it; the first does."""
         start, at = depth * KEY_BYTES, row * KEY_BYTES
+        second, behind = start + KEY_BYTES, at + KEY_BYTES
+        if packed[second : second + KEY_BYTES] != self._packed[behind : behind + KEY_BYTES]:
+            return 1
         low, high = 1, min(len(packed) - start, len(self._packed) - at) // KEY_BYTES
-        middle = min(2, high)  # rows that lie apart are told first
         while low < high:
+            middle = (low + high + 1) // 2
             known, end = low * KEY_BYTES, middle * KEY_BYTES
             if packed[start + known : start + end] == self._packed[at + known : at + end]:
                 low = middle
             else:
                 high = middle - 1
-            middle = (low + high + 1) // 2
         return low
 
     def _take(self, bit: int, rows: list[int]) -> None:
