@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from baton.kv.keys import KEY_BYTES
+
 MOONCAKE_BLOCK = 512
 
 
@@ -58,7 +60,7 @@ class Trace:
         for number in range(count):
             shift, mark = (rng.uniform(0.0, length) if number else 0.0), number.to_bytes(2, "little")
             found += [
-                Request((r.at + shift) % length, r.prompt, r.output, tuple(key + mark for key in r.keys))
+                Request((r.at + shift) % length, r.prompt, r.output, tuple(key[: -len(mark)] + mark for key in r.keys))
                 for r in self.requests
             ]
         return Trace(self.name, self.block, sorted(found, key=lambda r: r.at))
@@ -69,7 +71,7 @@ def mooncake(path: Path) -> Trace:
     found = []
     for line in path.read_text().splitlines():
         said = json.loads(line)
-        keys = tuple(number.to_bytes(6, "little") for number in said["hash_ids"])
+        keys = tuple(number.to_bytes(KEY_BYTES, "little") for number in said["hash_ids"])
         found.append(
             Request(said["timestamp"] / 1e3, max(1, said["input_length"]), max(1, said["output_length"]), keys)
         )

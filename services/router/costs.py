@@ -60,15 +60,38 @@ class WorkerState:
     prefill_share: float = 0.0
     unusable: str = ""
 
+    def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float) -> WorkerState:
+        """The same worker with so much more promised to it."""
+        return WorkerState(
+            self.id,
+            self.role,
+            self.fingerprint,
+            self.block_size,
+            self.block_bytes,
+            self.max_context,
+            self.max_streams,
+            self.streams + streams,
+            self.queued_tokens + tokens,
+            self.blocks_total,
+            self.blocks_free - blocks,
+            self.prefill_tok_s,
+            self.step_s,
+            prefill_share,
+            self.unusable,
+        )
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a prompt of `tokens` takes, with the one more that the first output needs."""
         return -(-tokens // self.block_size) + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
-    """What is to be routed. `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by
-    worker id, `stored` what stores hold of the prompt."""
+    """What is to be routed; never changed once made (not frozen, as WorkerState is not).
+
+    `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by worker id, `stored` what
+    stores hold of the prompt.
+    """
 
     uid: str
     prompt_tokens: int
@@ -134,29 +157,20 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     return tokens_ahead + excess * ask.output_tokens * worker.step_s / worker.max_streams
 
 
-def _stream_terms(worker: WorkerState, ask: Ask, expected_share: float = 0.0) -> dict[str, float]:
-    """What streaming from `worker` costs: a fuller batch steps slower, and the share of its time that later prompts
-    will take (as measured, at least `expected_share`) is lost to this stream."""
-    decode_s = ask.output_tokens * worker.step_s
-    return {
-        "batch": decode_s * worker.streams / worker.max_streams,
-        "interference": decode_s * min(1.0, max(worker.prefill_share, expected_share)),
-    }
-
-
 def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load | None = None) -> dict[str, float]:
     """Terms of a worker that computes the prompt and streams: merged, or local on a decode worker. What it loads from a
     store it need not compute."""
     uncached = ask.prompt_tokens - (load.tokens if load else ask.cached(worker))
     freeze_s = uncached / worker.prefill_tok_s
-    frozen = worker.streams + parameters.assumed_streams
+    decode_s = ask.output_tokens * worker.step_s
     return {
         "queue": queue_seconds(worker, ask),
         "prefill": prefill_seconds(worker, uncached),
         "load": load.seconds if load else 0.0,
         "transfer": 0.0,
-        "stall": freeze_s * frozen * parameters.stall_weight,
-        **_stream_terms(worker, ask, parameters.assumed_arrivals_s * freeze_s),
+        "stall": freeze_s * (worker.streams + parameters.assumed_streams) * parameters.stall_weight,
+        "batch": decode_s * worker.streams / worker.max_streams,
+        "interference": decode_s * min(1.0, max(worker.prefill_share, parameters.assumed_arrivals_s * freeze_s)),
     }
 
 
@@ -181,13 +195,15 @@ def pair_cost(
     compute = prefill_seconds(prefill, ask.prompt_tokens - there, pair_pass_s(prefill, decode))
     ahead = queue_seconds(prefill, ask)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
+    decode_s = ask.output_tokens * decode.step_s
     return {
         "queue": ahead + max(0.0, queue_seconds(decode, ask) - ahead - load_s - compute),
         "prefill": compute,
         "load": load_s,
         "transfer": parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
         "stall": 0.0,
-        **_stream_terms(decode, ask),
+        "batch": decode_s * decode.streams / decode.max_streams,
+        "interference": decode_s * min(1.0, decode.prefill_share),
     }
 
 
@@ -198,4 +214,7 @@ def prefill_side(prefill: WorkerState, ask: Ask) -> float:
 
 def decode_side(decode: WorkerState, ask: Ask) -> float:
     """What a pair's cost takes from its decode worker, whatever the prefill; transfer aside."""
-    return queue_seconds(decode, ask) + sum(_stream_terms(decode, ask).values())
+    decode_s = ask.output_tokens * decode.step_s
+    return queue_seconds(decode, ask) + decode_s * (
+        decode.streams / decode.max_streams + min(1.0, decode.prefill_share)
+    )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from baton.errors import BatonError
 from baton.transfer.choose import Endpoint, choose
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
-from services.router.costs import WorkerState
 from services.router.policy import Candidate, Choice, Mode
 
 _MODES = {
@@ -17,39 +16,32 @@ _MODES = {
 }
 
 
-def plan(
+def put_plan(
+    plan: worker_pb2.Plan,
     choice: Choice,
-    registration: Callable[[str], registry_pb2.Worker],
+    target: Callable[[str], worker_pb2.Target],
     store: registry_pb2.KvStore | None = None,
-) -> worker_pb2.Plan:
-    """The router's answer; `registration` gives that of a worker id, `store` is the one that the winner loads from."""
+) -> None:
+    """Write the router's answer into an empty `plan`; `target` gives that of a worker id, `store` is the one that the
+    winner loads from. In place, because a message given to another's constructor is copied."""
     winner = choice.winner
-    load = winner.load if store is not None else None
-
-    def target(state: WorkerState | None) -> worker_pb2.Target | None:
-        if state is None:
-            return None
-        worker = registration(state.id)
-        return worker_pb2.Target(id=worker.id, address=worker.address, epoch=worker.epoch)
-
-    return worker_pb2.Plan(
-        mode=_MODES[winner.mode],
-        worker=target(winner.worker),
-        prefill=target(winner.prefill),
-        alternate=target(choice.alternate),
-        cached_tokens=winner.cached_tokens,
-        reasons=[reason.value for reason in choice.reasons],
-        local_is_cheapest=choice.local_is_cheapest,
-        predicted_ms=milliseconds(winner),
-        store=worker_pb2.Target(id=store.id, address=store.address, epoch=store.epoch) if store and load else None,
-        stored_tokens=load.tokens if load else 0,
-        store_tier=load.tier if load else "",
-    )
-
-
-def milliseconds(candidate: Candidate) -> dict[str, float]:
-    """The candidate's terms, and its predicted time to the first token, in milliseconds."""
-    return {name: seconds * 1e3 for name, seconds in candidate.terms.items()} | {"ttft": candidate.ttft * 1e3}
+    plan.mode = _MODES[winner.mode]
+    plan.worker.CopyFrom(target(winner.worker.id))
+    if winner.prefill is not None:
+        plan.prefill.CopyFrom(target(winner.prefill.id))
+    if choice.alternate is not None:
+        plan.alternate.CopyFrom(target(choice.alternate.id))
+    plan.cached_tokens = winner.cached_tokens
+    plan.reasons.extend(choice.reasons)
+    plan.local_is_cheapest = choice.local_is_cheapest
+    predicted = plan.predicted_ms
+    for name, seconds in winner.terms.items():
+        predicted[name] = seconds * 1e3
+    predicted["ttft"] = winner.ttft * 1e3
+    if store is not None and winner.load is not None:
+        plan.store.id, plan.store.address, plan.store.epoch = store.id, store.address, store.epoch
+        plan.stored_tokens = winner.load.tokens
+        plan.store_tier = winner.load.tier
 
 
 def expected_transport(reader: registry_pb2.Worker, owner: registry_pb2.Worker) -> str:

@@ -1,10 +1,10 @@
 """Who holds which block: key -> set of sources, bounded, fed by one ordered event stream for each source.
 
 A source is a worker, or a KV store whose blocks lie on tiers. Sources are bits of an integer, so a prefix walk is one
-dictionary look-up and one AND for each key of the request, however many keys the index holds. A store has one bit for
-"somewhere" and one for each tier (places.py). A stream is trusted only while its sequence numbers follow each other:
-after a gap or in a new epoch everything known of that source is dropped at once, because a wrong hit costs more than a
-lost one.
+look-up and one comparison for each run of keys that were told together, however many keys the index holds. A store has
+one bit for "somewhere" and one for each tier (places.py). A stream is trusted only while its sequence numbers follow
+each other: after a gap or in a new epoch everything known of that source is dropped at once, because a wrong hit costs
+more than a lost one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class PrefixIndex:
 
         `cleared` starts the source over, all its tiers (a snapshot's first event); any other event must carry the
         epoch and the next number. Numbers count the source's events, whatever their tier. `tier` is where the keys of
-        this event lie; empty for a worker.
+        this event lie; empty for a worker. Raises ValueError when a key is not of `KEY_BYTES`: the stream cannot be
+        believed then, and whoever reads it forgets the source.
         """
         known = self._sources.get(source)
         if known is None:
@@ -125,7 +126,8 @@ class PrefixIndex:
         return self.look_up(keys).workers
 
     def look_up(self, keys: Sequence[bytes]) -> Found:
-        """For each source that holds `keys[0]`: its run from there on, in one walk over the keys."""
+        """For each source that holds `keys[0]`: its run from there on, in one walk over the keys. Raises ValueError
+        when one is not of `KEY_BYTES`."""
         found = Found({}, {})
         for depth, mask in self._places.runs(keys):
             for name in self._places.names(mask):

@@ -12,6 +12,7 @@ class RouterMetrics:
         self.routes = Counter(
             "baton_router_routes_total", "Plans by mode and first reason", ["mode", "reason"], registry=registry
         )
+        self._routes_of: dict[tuple[str, str], Counter] = {}
         self.refusals = Counter(
             "baton_router_refusals_total", "Requests without a plan, by reason", ["reason"], registry=registry
         )
@@ -41,3 +42,10 @@ class RouterMetrics:
             "baton_router_reservations_expired", "Reservations that no worker confirmed in time", registry=registry
         )
         self.workers = Gauge("baton_router_workers", "Workers by state", ["state"], registry=registry)
+
+    def routed(self, mode: str, reason: str) -> None:
+        """Count a plan. The counter of its labels is kept: finding it takes longer than counting."""
+        counter = self._routes_of.get((mode, reason))
+        if counter is None:
+            counter = self._routes_of[mode, reason] = self.routes.labels(mode, reason)
+        counter.inc()

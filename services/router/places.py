@@ -1,21 +1,26 @@
 """Which bits each key has: the table under the prefix index.
 
-Keys of one prompt come and go together, so their masks are equal: within one event equal masks become one integer
-object, which saves memory (an integer of 1,000 bits takes 160 bytes) and lets a walk skip the AND.
+A key has a row: its bytes, and its mask of bits. Keys of one prompt come in one event and get rows side by side, and
+they are asked for together. So a walk looks up the first key and compares the bytes from its row on with those asked
+for: as far as they are equal no other look-up is needed. Where they lie is only a hint: each key is compared and each
+mask read, so a walk is exact whatever was removed, and rows that lie apart only make it slower.
+
+Equal masks become one integer object within an event, which saves memory (an integer of 1,000 bits takes 160 bytes) and
+lets a walk see without a look inside that a mask is the one before.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
+from baton.kv.keys import KEY_BYTES
+
 FEW = 8
 """Up to so many bits are found one by one, more by unpacking the whole mask."""
-STRIDE = 16
-"""Keys of a walk that are looked up together."""
 
 
 class Places:
@@ -24,105 +29,113 @@ class Places:
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
-        self._masks: dict[bytes, int] = {}
-        self._keys: dict[int, set[bytes]] = {}  # by bit
+        self._rows: dict[bytes, int] = {}
+        self._packed = bytearray()  # the key of each row
+        self._masks: list[int] = []  # by row; 0 in a free one
+        self._free: list[int] = []  # rows, a heap: the lowest first, so that neighbours are likely
+        self._held: dict[int, set[int]] = {}  # rows by bit
         self._names: list[str] = []  # by position of the bit; empty for one without a name
         self._named = 0  # mask
-        self._free: list[int] = []
+        self._free_positions: list[int] = []
         self.dropped = 0
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self._rows)
 
     def of(self, key: bytes) -> int:
         """The bits of `key`."""
-        return self._masks.get(key, 0)
+        row = self._rows.get(key)
+        return 0 if row is None else self._masks[row]
 
     def keys(self, bit: int) -> set[bytes]:
-        """The keys that have `bit` (do not change it)."""
-        return self._keys[bit]
+        """The keys that have `bit`."""
+        return {self._key(row) for row in self._held[bit]}
 
     def count(self, bit: int) -> int:
         """How many keys have `bit`."""
-        return len(self._keys[bit])
+        return len(self._held[bit])
 
     def new_bit(self, name: str = "") -> int:
         """A bit that no key has. Only bits with a name are followed by `runs`."""
-        if self._free:
-            position = heapq.heappop(self._free)
+        if self._free_positions:
+            position = heapq.heappop(self._free_positions)
         else:
             position = len(self._names)
             self._names.append("")
         bit = 1 << position
         self._names[position] = name
         self._named |= bit if name else 0
-        self._keys[bit] = set()
+        self._held[bit] = set()
         return bit
 
     def free_bit(self, bit: int) -> None:
         """No key has it any more, and the next `new_bit` may be it."""
         self.clear(bit)
-        del self._keys[bit]
+        del self._held[bit]
         self._named &= ~bit
         position = bit.bit_length() - 1
         self._names[position] = ""
-        heapq.heappush(self._free, position)
+        heapq.heappush(self._free_positions, position)
 
     def add(self, bits: int, keys: Sequence[bytes]) -> None:
-        """Give all of `bits` to each key; then forget the oldest keys beyond the bound."""
-        sets = [self._keys[bit] for bit in _split(bits)]
-        masks, equal = self._masks, {0: bits}
+        """Give all of `bits` to each key; then forget the oldest keys beyond the bound. Raises ValueError when a key is
+        not of `KEY_BYTES`."""
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise ValueError(f"a block's key is not of {KEY_BYTES} bytes")
+        known, masks, equal = self._rows, self._masks, {0: bits}
+        rows = []
         for key in keys:
-            old = masks.get(key, 0)
+            row = known.get(key)
+            if row is None:
+                row = known[key] = self._new_row(key)
+            old = masks[row]
             new = equal.get(old)
             if new is None:
                 new = equal[old] = old | bits
-            masks[key] = new
-        for held in sets:
-            held.update(keys)
-        if len(masks) > self._max_keys:
-            self._drop_oldest(len(masks) - self._max_keys)
+            masks[row] = new
+            rows.append(row)
+        for bit in _split(bits):
+            self._held[bit].update(rows)
+        if len(known) > self._max_keys:
+            self._drop_oldest(len(known) - self._max_keys)
 
-    def remove(self, bit: int, keys: Sequence[bytes]) -> None:
+    def remove(self, bit: int, keys: Iterable[bytes]) -> None:
         """Take `bit` from each key that has it."""
-        masks, held, equal = self._masks, self._keys[bit], {bit: 0}
-        for key in keys:
-            if key not in held:
-                continue
-            held.remove(key)
-            old = masks[key]
-            left = equal.get(old)
-            if left is None:
-                left = equal[old] = old & ~bit
-            if left:
-                masks[key] = left
-            else:
-                del masks[key]
+        held, rows = self._held[bit], map(self._rows.get, dict.fromkeys(keys))
+        self._take(bit, [row for row in rows if row is not None and row in held])
 
     def clear(self, bit: int) -> None:
         """Take `bit` from every key."""
-        self.remove(bit, list(self._keys[bit]))
+        self._take(bit, list(self._held[bit]))
 
     def runs(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """(depth, mask) in order of depth: the named bits that the first `depth` keys have and the next one has not."""
-        get, before, active = self._masks.get, self._named, self._named
-        for start in range(0, len(keys), STRIDE):
-            masks = [get(key, 0) for key in keys[start : start + STRIDE]]
-            if masks.count(before) == len(
-                masks
-            ):  # equal masks are mostly one object: found equal without a look inside
-                continue
-            for depth, mask in enumerate(masks, start):
-                if mask is before:
-                    continue
-                before = mask
+        """(depth, mask) in order of depth: the named bits that the first `depth` keys have and the next one has not.
+        Raises ValueError when keys are not of `KEY_BYTES`."""
+        packed = b"".join(keys)
+        if len(packed) != KEY_BYTES * len(keys):
+            raise ValueError(f"a block's key is not of {KEY_BYTES} bytes")
+        depth, active = 0, self._named
+        while depth < len(keys):
+            row = self._rows.get(keys[depth])
+            if row is None:
+                if depth:
+                    yield depth, active
+                return
+            together = self._together(packed, depth, row)
+            # Only a shortcut for rows that lie alone: there are as many of them as keys when nothing lies together.
+            changes = _changes(self._masks[row : row + together]) if together > 1 else ((0, self._masks[row]),)
+            for offset, mask in changes:
+                if not mask:  # a free row still has the bytes of its last key, which may lie elsewhere now
+                    together = offset
+                    break
                 still = mask & active
                 if still != active:
-                    if depth:
-                        yield depth, active & ~still
+                    if depth + offset:
+                        yield depth + offset, active & ~still
                     if not still:
                         return
                     active = still
+            depth += together
         if keys:
             yield len(keys), active
 
@@ -134,24 +147,85 @@ class Places:
         """Findings in words: `owners` are the named bits that should be, `unnamed` the others."""
         findings = []
         named = {bit: self._names[bit.bit_length() - 1] for bit in _split(self._named)}
-        if named != owners or self._keys.keys() != owners.keys() | unnamed:
+        if named != owners or self._held.keys() != owners.keys() | unnamed:
             findings.append("index: bits and sources differ")
-        mirrored: dict[bytes, int] = {}
-        for bit, keys in self._keys.items():
-            for key in keys:
-                mirrored[key] = mirrored.get(key, 0) | bit
-        if mirrored != self._masks:
-            wrong = {k for k in mirrored.keys() | self._masks.keys() if mirrored.get(k) != self._masks.get(k)}
-            findings.append(f"index: {len(wrong)} keys differ between the two directions")
-        if len(self._masks) > self._max_keys:
-            findings.append(f"index: {len(self._masks)} keys exceed the bound of {self._max_keys}")
+        mirrored = [0] * len(self._masks)
+        for bit, rows in self._held.items():
+            for row in rows:
+                mirrored[row] |= bit
+        wrong = sum(ours != theirs for ours, theirs in zip(mirrored, self._masks, strict=True))
+        if wrong:
+            findings.append(f"index: {wrong} keys differ between the two directions")
+        if any(self._key(row) != key or not self._masks[row] for key, row in self._rows.items()):
+            findings.append("index: a key lies in a row that is not its own")
+        if len(self._rows) + len(self._free) != len(self._masks) or any(self._masks[row] for row in self._free):
+            findings.append("index: rows are lost, or free and in use")
+        if len(self._rows) > self._max_keys:
+            findings.append(f"index: {len(self._rows)} keys exceed the bound of {self._max_keys}")
         return findings
 
+    def _key(self, row: int) -> bytes:
+        return bytes(self._packed[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+
+    def _new_row(self, key: bytes) -> int:
+        if self._free:
+            row = heapq.heappop(self._free)
+            self._packed[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+            return row
+        self._packed += key
+        self._masks.append(0)
+        return len(self._masks) - 1
+
+    def _together(self, packed: bytes, depth: int, row: int) -> int:
+        """How many keys of `packed`, from `depth` on, lie in `row` and those behind it; the first does."""
+        start, at = depth * KEY_BYTES, row * KEY_BYTES
+        second, behind = start + KEY_BYTES, at + KEY_BYTES
+        if packed[second : second + KEY_BYTES] != self._packed[behind : behind + KEY_BYTES]:
+            return 1
+        low, high = 1, min(len(packed) - start, len(self._packed) - at) // KEY_BYTES
+        while low < high:
+            middle = (low + high + 1) // 2
+            known, end = low * KEY_BYTES, middle * KEY_BYTES
+            if packed[start + known : start + end] == self._packed[at + known : at + end]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _take(self, bit: int, rows: list[int]) -> None:
+        masks, equal = self._masks, {bit: 0}
+        self._held[bit].difference_update(rows)
+        for row in rows:
+            old = masks[row]
+            left = equal.get(old)
+            if left is None:
+                left = equal[old] = old & ~bit
+            masks[row] = left
+            if not left:
+                del self._rows[self._key(row)]
+                heapq.heappush(self._free, row)
+
     def _drop_oldest(self, too_many: int) -> None:
-        for key in list(islice(self._masks, max(too_many, self._max_keys // 1000))):
-            for bit in _split(self._masks.pop(key)):
-                self._keys[bit].discard(key)
+        for key in list(islice(self._rows, max(too_many, self._max_keys // 1000))):
+            row = self._rows.pop(key)
+            for bit in _split(self._masks[row]):
+                self._held[bit].discard(row)
+            self._masks[row] = 0
+            heapq.heappush(self._free, row)
             self.dropped += 1
+
+
+def _changes(masks: list[int]) -> Iterator[tuple[int, int]]:
+    """(place, mask) of the first and of each that is another one than that before it."""
+    yield 0, masks[0]
+    # Equal ones are mostly one object: counted without a look inside.
+    if masks.count(masks[0]) == len(masks):
+        return
+    before = masks[0]
+    for place, mask in enumerate(masks):
+        if mask is not before:
+            before = mask
+            yield place, mask
 
 
 def positions(mask: int) -> list[int]:

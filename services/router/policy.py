@@ -65,12 +65,14 @@ class Candidate:
     @property
     def ttft(self) -> float:
         """Predicted seconds to the first token: the terms that this request itself waits for."""
-        return sum(self.terms[name] for name in ("queue", "prefill", "load", "transfer"))
+        terms = self.terms
+        return terms["queue"] + terms["prefill"] + terms["load"] + terms["transfer"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Choice:
-    """The plan: the winner, one alternate prefill, and whether its decode should compute alone if the prefill fails."""
+    """The plan: the winner, one alternate prefill, and whether its decode should compute alone if the prefill fails.
+    Never changed once made."""
 
     winner: Candidate
     alternate: WorkerState | None
@@ -94,8 +96,7 @@ def _barred(worker: WorkerState, ask: Ask) -> str:
         return worker.unusable
     if worker.max_context and ask.prompt_tokens + (worker.role is not Role.PREFILL) > worker.max_context:
         return f"{Reason.CONTEXT_LENGTH_EXCEEDED.name}: {worker.id} takes {worker.max_context} tokens"
-    needed = worker.blocks_for(ask.prompt_tokens)
-    if worker.blocks_total and needed > worker.blocks_free:
+    if worker.blocks_total and (needed := worker.blocks_for(ask.prompt_tokens)) > worker.blocks_free:
         return f"{Reason.NO_CAPACITY.name}: {worker.id} has {worker.blocks_free} of {needed} blocks"
     return ""
 
@@ -132,20 +133,24 @@ def candidates(
         mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
         if mode is Mode.LOCAL:
             decodes.append((worker, why))
-        loads = worthwhile_loads(worker, ask, load_time, parameters)
-        terms, load = _cheapest(partial(own_cost, worker, ask, parameters), loads)
+        terms, load = own_cost(worker, ask, parameters), None
+        if ask.stored:
+            loads = worthwhile_loads(worker, ask, load_time, parameters)
+            terms, load = _with_load(terms, partial(own_cost, worker, ask, parameters), loads)
         found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why, load))
 
     def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
         if not why and prefill.fingerprint != decode.fingerprint:
             why = f"{Reason.KV_LAYOUT_MISMATCH.name}: {prefill.fingerprint} != {decode.fingerprint}"
-        loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
-        terms, load = _cheapest(partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
+        terms, load = pair_cost(prefill, decode, ask, transfer_rate, parameters), None
+        if ask.stored:
+            loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
+            terms, load = _with_load(terms, partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
         total, cached = sum(terms.values()), ask.cached(prefill)
         return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, cached, why, load)
 
-    everyone = [(p, "") for p in prefills] + barred_prefills
-    if exhaustive and len(everyone) * len(decodes) <= MOST_PAIRS:
+    if exhaustive and (len(prefills) + len(barred_prefills)) * len(decodes) <= MOST_PAIRS:
+        everyone = [(p, "") for p in prefills] + barred_prefills
         return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
     if exhaustive and decodes:
         found += [pair(p, decodes[0][0], why) for p, why in barred_prefills]
@@ -170,19 +175,20 @@ def _cross(
 ) -> list[Candidate]:
     """Pairs of one layout: the prefill with the cheapest side with every decode worker, then the best decode of these
     with the other prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
-    first = prefills[0]
-    if len(prefills) > 1:
-        first = min(prefills, key=lambda p: (prefill_side(p, ask), _spread(ask.uid, p.id)))
+    sides = [prefill_side(prefill, ask) for prefill in prefills]
+    least = min(sides)
+    equal = [prefill for prefill, side in zip(prefills, sides, strict=True) if side == least]
+    first = equal[0] if len(equal) == 1 else min(equal, key=lambda p: _spread(ask.uid, p.id))
     found = [pair(first, decode) for decode in decodes]
     best = _best(found, ask, parameters)
     return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
 
 
-def _cheapest(
-    cost: Callable[[Load | None], dict[str, float]], options: Sequence[Load]
+def _with_load(
+    without: dict[str, float], cost: Callable[[Load], dict[str, float]], options: Sequence[Load]
 ) -> tuple[dict[str, float], Load | None]:
     """The terms without a load, or with the one that makes the sum the smallest."""
-    best, chosen = cost(None), None
+    best, chosen = without, None
     for load in options:
         terms = cost(load)
         if sum(terms.values()) < sum(best.values()):
@@ -198,10 +204,12 @@ def _spread(*parts: str) -> int:
 def _best(options: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Candidate | None:
     """The cheapest; among those within `tie_s` of it the preferred mode, then the fewest streams, then a hash of the
     uid: the same for the same request, spread over requests."""
-    if not options:
-        return None
+    if len(options) < 2:
+        return options[0] if options else None
     limit = min(option.total for option in options) + parameters.tie_s
     tied = [option for option in options if option.total <= limit]
+    if len(tied) == 1:
+        return tied[0]
     return min(
         tied,
         key=lambda c: (
@@ -214,7 +222,9 @@ def _best(options: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Can
 
 def choose(found: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Choice | Refusal:
     """The plan for `ask` among its candidates, or why there is none."""
-    allowed = [c for c in found if not c.excluded and _fits(c.mode, ask)]
+    allowed = [c for c in found if not c.excluded]
+    if ask.strict or ask.merged_only:
+        allowed = [c for c in allowed if _fits(c.mode, ask)]
     if ask.merged_only and any(c.mode is Mode.MERGED for c in allowed):
         allowed = [c for c in allowed if c.mode is Mode.MERGED]
     winner = _best(allowed, ask, parameters)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(slots=True)
 class Held:
     """What is reserved on one worker."""
 
@@ -26,7 +26,7 @@ class Held:
         self.blocks += sign * other.blocks
 
 
-@dataclass
+@dataclass(slots=True)
 class _Reservation:
     expires: float
     parts: dict[str, Held] = field(default_factory=dict)
@@ -55,7 +55,10 @@ class Reservations:
         self._open[uid, attempt] = _Reservation(now + self._ttl_s, dict(parts))
         self._attempts.setdefault(uid, set()).add(attempt)
         for worker, held in parts.items():
-            self._totals.setdefault(worker, Held()).add(held)
+            total = self._totals.get(worker)
+            if total is None:
+                total = self._totals[worker] = Held()
+            total.add(held)
         self._changed.update(parts)
 
     def changed(self) -> set[str]:

@@ -74,16 +74,18 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The cheapest plan, its load reserved; or the reason why there is none."""
         began = time.perf_counter()
         try:
-            keys = list(request.keys)
+            keys = request.keys[:]
             choice, _ = self._decide(request, keys, exhaustive=False)
         except BatonError as error:
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
         self._reserve(request, keys, choice.winner)
         self._prefetch(request, keys, choice.winner)
-        self._metrics.routes.labels(choice.winner.mode, choice.reasons[0]).inc()
+        reply = router_pb2.RouteReply()
+        self._put_plan(reply.plan, choice, request)
+        self._metrics.routed(choice.winner.mode, choice.reasons[0])
         self._metrics.route_seconds.observe(time.perf_counter() - began)
-        return router_pb2.RouteReply(plan=self._plan(choice, request))
+        return reply
 
     async def Explain(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.ExplainReply:
         """Every candidate's terms, cheapest first, those that may not be taken last. Reserves nothing."""
@@ -92,7 +94,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             choice, found = self._decide(request, list(request.keys), exhaustive=True)
             winner = choice.winner
-            reply.plan.CopyFrom(self._plan(choice, request))
+            self._put_plan(reply.plan, choice, request)
         except _RefusedError as refused:
             found = refused.found
             reply.failure.CopyFrom(failure(refused))
@@ -169,7 +171,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         fleet = self._workers.fleet(request.model, now)
         if not len(fleet):
             raise self._nobody(request.model)
-        hits, stored = self._held(keys, fleet)
+        try:
+            hits, stored = self._held(keys, fleet)
+        except ValueError as error:
+            raise BatonError(Reason.INVALID_REQUEST, str(error), param="keys") from None
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
@@ -198,7 +203,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Prefix-hit tokens by worker, those that are on their way included; and what stores hold."""
         hits: dict[str, int] = {}
         stored: list[StoredRun] = []
-        for size in fleet.block_sizes():
+        sizes = fleet.block_sizes()
+        for size in sizes:
             keys = _physical(logical, size)
             found = self._index.look_up(keys)
             for id, tiers in found.stores.items():
@@ -206,7 +212,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     stored.append(StoredRun(id, store.fingerprint, size, tiers))
             held = found.workers
             self._speculation.extend(held, keys)
-            hits.update((worker, blocks * size) for worker, blocks in held.items() if fleet.block_size(worker) == size)
+            for worker, blocks in held.items():
+                if len(sizes) == 1 or fleet.block_size(worker) == size:
+                    hits[worker] = blocks * size
         return hits, stored
 
     def _prefetch(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
@@ -248,13 +256,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         known = winner.cached_tokens // computes.block_size
         self._speculation.expect(computes.id, _physical(keys, computes.block_size), known, until)
 
-    def _plan(self, choice: policy.Choice, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
+    def _put_plan(self, plan: worker_pb2.Plan, choice: policy.Choice, request: router_pb2.RouteRequest) -> None:
         load = choice.winner.load
-        store = self._stores.usable(load.store) if load else None
-        plan = explain.plan(choice, lambda id: self._workers.get(id).worker, store)
+        explain.put_plan(plan, choice, self._workers.target, self._stores.usable(load.store) if load else None)
         if request.attempt:
-            plan.reasons.append(RouteReason.REROUTED.value)
-        return plan
+            plan.reasons.append(RouteReason.REROUTED)
 
 
 class _RefusedError(BatonError):

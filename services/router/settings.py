@@ -11,7 +11,7 @@ class RouterSettings(ServiceSettings):
     """Flags of `python -m services.router`."""
 
     max_index_keys: int = Field(
-        default=1_000_000, gt=0, description="Block keys the prefix index holds at most (about 200 bytes each)."
+        default=1_000_000, gt=0, description="Block keys the prefix index holds at most (about 300 bytes each)."
     )
     stall_weight: float = Field(
         default=1.0, ge=0.0, description="Seconds of this request that a frozen stream's second is worth."

@@ -22,8 +22,8 @@ from services.router.costs import Ask, Parameters, Role, WorkerState, no_loads
 from services.router.stored import LoadTime, Reader, loads
 
 _Floats = NDArray[np.float64]
-COLUMNS = 7
-"""capacity, queue, token_s, step, streams, per_output, share: `_numbers` says what each is."""
+COLUMNS = 6
+"""queue, token_s, step, streams, per_output, share_step: `_numbers` says what each is."""
 
 
 class _Group:
@@ -34,8 +34,9 @@ class _Group:
         self.block_size = block_size
         self.states: list[WorkerState] = []
         self.rows: dict[str, int] = {}
-        self._columns = [np.zeros(8) for _ in range(COLUMNS)]
+        self._table = np.zeros((COLUMNS, 8))
         self._views: list[_Floats] = []
+        self._capacity: list[float] = []
         self._noise = np.zeros(0)
         self._tie_s = 0.0
 
@@ -44,46 +45,46 @@ class _Group:
         if row is None:
             row = self.rows[state.id] = len(self.states)
             self.states.append(state)
+            self._capacity.append(0.0)
             self._views = []
-            if row == len(self._columns[0]):
-                self._columns = [np.concatenate([column, np.zeros(row)]) for column in self._columns]
+            if row == self._table.shape[1]:
+                self._table = np.hstack([self._table, np.zeros_like(self._table)])
         self.states[row] = state
-        for column, number in zip(self._columns, _numbers(state), strict=True):
-            column[row] = number
+        self._capacity[row] = _capacity(state)
+        self._table[:, row] = _numbers(state)
 
     def remove(self, id: str) -> None:
         row = self.rows.pop(id)
         self._views = []
-        last = self.states.pop()
+        last, capacity = self.states.pop(), self._capacity.pop()
         if last.id != id:
-            self.states[row] = last
+            self.states[row], self._capacity[row] = last, capacity
             self.rows[last.id] = row
-            for column in self._columns:
-                column[row] = column[len(self.states)]
+            self._table[:, row] = self._table[:, len(self.states)]
 
-    def best(self, ask: Ask, parameters: Parameters, load_time: LoadTime) -> list[WorkerState]:
-        """The cheapest that may be taken; when there are none, those that lack least."""
+    def best(self, ask: Ask, turn: int, parameters: Parameters, load_time: LoadTime) -> list[WorkerState]:
+        """The cheapest that may be taken; when there are none, those that lack least. `turn` says who of equal ones."""
         count, limit = len(self.states), 2 if self.role is Role.PREFILL else 1
         if count <= parameters.whole:
             return list(self.states)
         cost = self._cost(ask, parameters, load_time)
-        cost += self._turns(ask.uid, parameters.tie_s)
+        cost += self._turns(turn, parameters.tie_s)
         if ask.exclude:
             cost[[self.rows[id] for id in ask.exclude if id in self.rows]] = np.inf
-        chosen = _cheapest(cost.copy(), limit)
+        chosen = _cheapest(cost, limit)
         # Mostly everyone has room: it is asked of all only when one of the few has not.
-        capacity = self._columns[0][:count]
-        if any(capacity[row] < ask.prompt_tokens for row in chosen):
+        if min([self._capacity[row] for row in chosen]) < ask.prompt_tokens:
+            capacity = np.array(self._capacity)
             cost[capacity < ask.prompt_tokens] = np.inf
             chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
         return [self.states[row] for row in chosen]
 
-    def _turns(self, uid: str, tie_s: float) -> _Floats:
-        """A noise of up to `tie_s` for each row, by the request's uid."""
+    def _turns(self, turn: int, tie_s: float) -> _Floats:
+        """A noise of up to `tie_s` for each row, the same for the same `turn`."""
         count = len(self.states)
         if len(self._noise) < 2 * count or self._tie_s != tie_s:
             self._noise, self._tie_s = np.random.default_rng(1).random(4 * count) * tie_s, tie_s
-        start = zlib.crc32(uid.encode()) % (len(self._noise) - count)
+        start = turn % (len(self._noise) - count)
         return self._noise[start : start + count]
 
     def _uncached(self, ask: Ask) -> float | _Floats:
@@ -112,8 +113,8 @@ class _Group:
 
     def _cost(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> _Floats:
         if not self._views:
-            self._views = [column[: len(self.states)] for column in self._columns]
-        _, queue, token_s, step, streams, per_output, share = self._views
+            self._views = list(self._table[:, : len(self.states)])
+        queue, token_s, step, streams, per_output, share_step = self._views
         cost: _Floats
         if self.role is Role.DECODE:
             cost = ask.output_tokens * per_output
@@ -131,8 +132,10 @@ class _Group:
         cost += queue
         if self.role is Role.PREFILL:
             return cost
-        later = np.minimum(np.maximum(share, parameters.assumed_arrivals_s * freeze), 1.0)
-        later *= step
+        later = freeze * step
+        later *= parameters.assumed_arrivals_s
+        np.maximum(later, share_step, out=later)
+        np.minimum(later, step, out=later)
         later += per_output
         later *= ask.output_tokens
         cost += later
@@ -143,33 +146,41 @@ class _Group:
 
 
 def _cheapest(cost: _Floats, limit: int) -> list[int]:
-    """The rows of the lowest, lowest first. Spoils `cost`: a few minima are found sooner one by one."""
-    rows = []
-    for _ in range(limit):
-        row = int(cost.argmin())
-        cost[row] = np.inf
-        rows.append(row)
-    return rows
+    """The one or two rows of the lowest, lowest first: two minima are found sooner than a sorting."""
+    first = int(cost.argmin())
+    if limit == 1 or len(cost) == 1:
+        return [first]
+    least, cost[first] = cost[first], np.inf
+    second = int(cost.argmin())
+    cost[first] = least
+    return [first, second]
+
+
+def _capacity(state: WorkerState) -> float:
+    """The longest prompt that it takes, in tokens; -1 when it takes none."""
+    if state.unusable:
+        return -1.0
+    capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else math.inf
+    if state.max_context:
+        capacity = min(capacity, state.max_context - (state.role is not Role.PREFILL))
+    return capacity
 
 
 def _numbers(state: WorkerState) -> tuple[float, ...]:
-    """A row. `capacity` is the longest prompt that it takes; `per_output` what one output token waits for the
-    batch and the queue, and on a decode worker for later prompts."""
-    capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else np.inf
-    if state.max_context:
-        capacity = min(capacity, state.max_context - (state.role is not Role.PREFILL))
+    """A row. `per_output` is what one output token waits for the batch and the queue, and on a decode worker for later
+    prompts; `share_step` what it waits for those on another one, as far as measured."""
     excess = 0 if state.role is Role.PREFILL else max(0, state.streams + 1 - state.max_streams)
     per_output = (state.streams + excess) * state.step_s / state.max_streams
+    share_step = state.step_s * min(1.0, state.prefill_share)
     if state.role is Role.DECODE:
-        per_output += state.step_s * min(1.0, state.prefill_share)
+        per_output += share_step
     return (
-        -1.0 if state.unusable else capacity,
         state.queued_tokens / state.prefill_tok_s,
         1.0 / state.prefill_tok_s,
         state.step_s,
         state.streams,
         per_output,
-        state.prefill_share,
+        share_step,
     )
 
 
@@ -224,7 +235,8 @@ class Fleet:
     def shortlist(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> list[WorkerState]:
         """The workers among which the cheapest plan is: the best of each role and layout, and the decode worker with
         the longest hit (its own copy is what no side formula sees)."""
-        chosen = [state for group in self._groups.values() for state in group.best(ask, parameters, load_time)]
+        turn = zlib.crc32(ask.uid.encode())
+        chosen = [state for group in self._groups.values() for state in group.best(ask, turn, parameters, load_time)]
         decode = self._warmest_decode(ask.hits)
         if decode is not None and all(decode is not state for state in chosen):
             chosen.append(decode)

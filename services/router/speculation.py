@@ -61,15 +61,19 @@ class Speculation:
 
     def extend(self, found: dict[str, int], keys: Sequence[bytes]) -> None:
         """Lengthen the prefixes in `found` (keys by worker, from the index) by what is expected."""
-        firsts = self._by_first.keys() & keys if self._by_first else ()
-        expectations = [expected for first in firsts for expected in self._by_first[first]]
-        for expected in sorted(expectations, key=attrgetter("start")):
-            known, start = found.get(expected.worker, 0), expected.start
-            if known < start or start >= len(keys) or expected.keys[start] != keys[start]:
-                continue
-            depth = _common(expected.keys, keys, start)
-            if depth > known:
-                found[expected.worker] = self._further(expected.worker, keys, depth)
+        seen, reach = 0, max(found.values(), default=0)
+        while self._by_first and seen <= reach and seen < len(keys):  # nothing that begins deeper can count yet
+            firsts = self._by_first.keys() & keys[seen : reach + 1]
+            seen = reach + 1
+            expectations = [expected for first in firsts for expected in self._by_first[first]]
+            for expected in sorted(expectations, key=attrgetter("start")):
+                known, start = found.get(expected.worker, 0), expected.start
+                if known < start or start >= len(keys) or expected.keys[start] != keys[start]:
+                    continue
+                depth = _common(expected.keys, keys, start)
+                if depth > known:
+                    depth = found[expected.worker] = self._further(expected.worker, keys, depth)
+                    reach = max(reach, depth)
 
     def expire(self, now: float) -> None:
         """Forget what should have come by now."""

@@ -54,13 +54,16 @@ class WatchLostError(Exception):
 
 @dataclass
 class Known:
-    """One worker. `load` is its last report; `watched` is whether its stream stands."""
+    """One worker. `load` is its last report; `watched` is whether its stream stands; `target` is it in plans, and
+    `reported` it as the policy sees it without reservations, None when something of it has changed since."""
 
     worker: registry_pb2.Worker
     load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
     watched: bool = False
     card_mismatch: str = ""
     block_bytes: int = 0
+    target: worker_pb2.Target = field(default_factory=worker_pb2.Target)
+    reported: WorkerState | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -166,6 +169,10 @@ class Workers:
         """The worker of that id. Raises KeyError."""
         return self._known[id]
 
+    def target(self, id: str) -> worker_pb2.Target:
+        """The worker as plans name it (do not change it). Raises KeyError."""
+        return self._known[id].target
+
     def state(self, known: Known) -> str:
         """serving, degraded, draining or quarantined."""
         if self._quarantine.why(known.worker.id):
@@ -178,21 +185,30 @@ class Workers:
         """The workers of `model` as the policy sees them. Only those are looked at anew of which something was heard
         or reserved since the last time; so `prefill_share` is as old as the last load report."""
         for id in self._changed | self._reservations.changed():
-            known = self._known.get(id)
-            if known is not None:
+            if known := self._known.get(id):
                 self._look_again(known, now)
         self._changed.clear()
         return self._fleets[model] if model in self._by_model else Fleet()
+
+    def _stale(self, known: Known) -> None:
+        """Something of it has changed, its reservations aside."""
+        known.reported = None
+        self._changed.add(known.worker.id)
 
     def _look_again(self, known: Known, now: float) -> None:
         self._fleets[known.worker.model].put(self.snapshot(known, now))
 
     def snapshot(self, known: Known, now: float) -> WorkerState:
         """The worker as the policy sees it: its last report with the reservations added."""
-        worker, load, held = known.worker, known.load, self._reservations.on(known.worker.id)
+        id = known.worker.id
+        if known.reported is None:
+            known.reported = self._read(known)
+        held = self._reservations.on(id)
+        return known.reported.reserved(held.streams, held.prefill_tokens, held.blocks, self._shares.of(id, now))
+
+    def _read(self, known: Known) -> WorkerState:
+        worker, load = known.worker, known.load
         speed = self._rates.speed(worker.id)
-        blocks_total = load.blocks_total or worker.pool_blocks
-        blocks_free = load.blocks_free if load.blocks_total else worker.pool_blocks
         return WorkerState(
             id=worker.id,
             role=_ROLES[worker.role],
@@ -201,13 +217,12 @@ class Workers:
             block_bytes=known.block_bytes,
             max_context=worker.max_context,
             max_streams=worker.max_streams or 1,
-            streams=load.running + load.waiting + held.streams,
-            queued_tokens=load.queued_prefill_tokens + held.prefill_tokens,
-            blocks_total=blocks_total,
-            blocks_free=blocks_free - held.blocks,
+            streams=load.running + load.waiting,
+            queued_tokens=load.queued_prefill_tokens,
+            blocks_total=load.blocks_total or worker.pool_blocks,
+            blocks_free=load.blocks_free if load.blocks_total else worker.pool_blocks,
             prefill_tok_s=speed.prefill_tok_s,
             step_s=speed.step_s,
-            prefill_share=self._shares.of(worker.id, now),
             unusable=self._unusable(known),
         )
 
@@ -235,8 +250,9 @@ class Workers:
             self._by_model[known.worker.model].pop(worker.id, None)
             self._fleets[known.worker.model].remove(worker.id)
         known.worker = worker
-        self._changed.add(worker.id)
+        self._stale(known)
         known.block_bytes = _block_bytes(worker)
+        known.target = worker_pb2.Target(id=worker.id, address=worker.address, epoch=worker.epoch)
         self._by_model[worker.model][worker.id] = known
         rates = worker.rates
         self._rates.register(worker.id, rates.prefill_tok_s, rates.decode_step_s, rates.transfer_bytes_s)
@@ -251,7 +267,7 @@ class Workers:
         for known in fleet:
             names = card_differences(known.worker.card, standing)
             known.card_mismatch = f"{', '.join(names)} differ from the card of {model}" if names else ""
-            self._changed.add(known.worker.id)
+            self._stale(known)
 
     def _remove(self, known: Known) -> None:
         id = known.worker.id
@@ -273,7 +289,7 @@ class Workers:
         id = known.worker.id
         due = self._quarantine.failed(id, why, self._clock())
         known.watched = False
-        self._changed.add(id)
+        self._stale(known)
         self._forget_state(id)
         _log.warning("worker quarantined", worker=id, why=why, again_s=round(due - self._clock(), 2))
 
@@ -321,7 +337,7 @@ class Workers:
             self._forget_state(described.id)
         self._adopt(known, described)
         self._quarantine.answered(described.id)
-        self._changed.add(described.id)
+        self._stale(known)
         stub = worker_pb2_grpc.WorkerServiceStub(channels.get(known.worker.address))
         call = stub.Watch(worker_pb2.WatchRequest())
         try:
@@ -348,6 +364,7 @@ class Workers:
             self._rates.reported(id, update.load.prefill_tok_s, update.load.decode_step_s)
             for uid in update.load.admitted:
                 self._reservations.admitted(id, uid)
+            known.reported = None
             self._look_again(known, self._clock())
         if not update.HasField("cache"):
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from services.router.index import PrefixIndex
 
 WORKERS = st.sampled_from(["a", "b", "c"])
-KEYS = st.lists(st.integers(0, 30).map(lambda n: bytes([n])), max_size=6)
+KEYS = st.lists(st.integers(0, 30).map(lambda n: bytes([n]) * 16), max_size=6)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -147,7 +148,7 @@ TestIndex = IndexMachine.TestCase
 
 
 def keys(*numbers: int) -> list[bytes]:
-    return [n.to_bytes(4, "big") for n in numbers]
+    return [n.to_bytes(16, "big") for n in numbers]
 
 
 def test_bounded_by_forgetting_the_oldest_for_every_holder() -> None:
@@ -175,7 +176,7 @@ def test_a_freed_bit_is_not_inherited() -> None:
 def test_the_check_finds_a_lost_direction() -> None:
     index = PrefixIndex(max_keys=10)
     index.apply("a", 1, 1, stored=keys(1), removed=[], cleared=True)
-    index._places._masks.clear()
+    index._places._held.clear()
     assert index.check_integrity() != []
 
 
@@ -192,4 +193,24 @@ def test_the_bound_is_kept_a_batch_at_a_time() -> None:
         index.apply("w", 1, number, stored=keys(number), removed=[], cleared=number == 0)
     assert 2990 < len(index) <= 3000
     assert index.dropped == 5000 - len(index)
+    assert index.check_integrity() == []
+
+
+def test_a_row_that_was_left_does_not_end_a_prefix() -> None:
+    """The key in the middle goes and comes again, so it lies elsewhere; where it was, its bytes still are."""
+    index = PrefixIndex(max_keys=100)
+    index.apply("a", 1, 1, stored=keys(9, *range(1, 6)), removed=[], cleared=True)
+    index.apply("a", 1, 2, stored=[], removed=keys(9, 3), cleared=False)
+    assert index.prefix(keys(*range(1, 6))) == {"a": 2}
+    index.apply("a", 1, 3, stored=keys(3), removed=[], cleared=False)
+    assert index.prefix(keys(*range(1, 8))) == {"a": 5}
+    assert index.check_integrity() == []
+
+
+def test_keys_of_another_length_are_refused() -> None:
+    index = PrefixIndex(max_keys=100)
+    with pytest.raises(ValueError, match="16 bytes"):
+        index.apply("a", 1, 1, stored=[b"short"], removed=[], cleared=True)
+    with pytest.raises(ValueError, match="16 bytes"):
+        index.look_up([b"short"])
     assert index.check_integrity() == []

@@ -299,3 +299,9 @@ async def test_a_store_that_brought_nothing_is_in_no_plan_for_a_while(face: Face
     by_loader = {(c.prefill or c.worker): c.store for c in told}
     assert by_loader[loader] == ""
     assert "s" in by_loader.values()
+
+
+async def test_keys_that_are_none_are_refused(face: Face) -> None:
+    reply = await face.service.Route(face.request(keys=[b"short"]), NO_CONTEXT)
+    assert (reply.failure.reason, reply.failure.param) == ("INVALID_REQUEST", "keys")
+    assert len(face.reservations) == 0

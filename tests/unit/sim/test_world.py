@@ -21,7 +21,7 @@ BLOCK = 512
 
 
 def keys(*numbers: int) -> tuple[bytes, ...]:
-    return tuple(number.to_bytes(6, "little") for number in numbers)
+    return tuple(number.to_bytes(16, "little") for number in numbers)
 
 
 def trace(*requests: Request) -> Trace:
