@@ -41,7 +41,9 @@ class WorkerState:
 
     `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones;
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
-    prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all.
+    prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
+    of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
+    others there have to do (devices.py).
     """
 
     id: str
@@ -59,6 +61,9 @@ class WorkerState:
     step_s: float
     prefill_share: float = 0.0
     unusable: str = ""
+    device: str = ""
+    beside_streams: int = 0
+    beside_queue_s: float = 0.0
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a prompt of `tokens` takes, with the one more that the first output needs."""
@@ -134,12 +139,18 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     return tokens_ahead + excess * ask.output_tokens * worker.step_s / worker.max_streams
 
 
+def shared_seconds(worker: WorkerState, compute_s: float) -> float:
+    """How much longer a prompt takes beside others on the same device: each gets its share, so it takes twice as long
+    while they have prompts, too."""
+    return min(worker.beside_queue_s, compute_s)
+
+
 def _stream_terms(worker: WorkerState, ask: Ask, expected_share: float = 0.0) -> dict[str, float]:
     """What streaming from `worker` costs: a fuller batch steps slower, and the share of its time that later prompts
     will take (as measured, at least `expected_share`) is lost to this stream."""
     decode_s = ask.output_tokens * worker.step_s
     return {
-        "batch": decode_s * worker.streams / worker.max_streams,
+        "batch": decode_s * (worker.streams + worker.beside_streams) / worker.max_streams,
         "interference": decode_s * min(1.0, max(worker.prefill_share, expected_share)),
     }
 
@@ -149,10 +160,11 @@ def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load |
     store it need not compute."""
     uncached = ask.prompt_tokens - (load.tokens if load else ask.cached(worker))
     freeze_s = uncached / worker.prefill_tok_s
-    frozen = worker.streams + parameters.assumed_streams
+    frozen = worker.streams + worker.beside_streams + parameters.assumed_streams
+    compute = prefill_seconds(worker, uncached)
     return {
-        "queue": queue_seconds(worker, ask),
-        "prefill": prefill_seconds(worker, uncached),
+        "queue": queue_seconds(worker, ask) + shared_seconds(worker, compute),
+        "prefill": compute,
         "load": load.seconds if load else 0.0,
         "transfer": 0.0,
         "stall": freeze_s * frozen * parameters.stall_weight,
@@ -178,15 +190,16 @@ def pair_cost(
     counts."""
     there = load.tokens if load else ask.cached(prefill)
     load_s = load.seconds if load else 0.0
-    compute = prefill_seconds(prefill, ask.prompt_tokens - there, pair_pass_s(prefill, decode))
-    ahead = queue_seconds(prefill, ask)
+    uncached = ask.prompt_tokens - there
+    compute = prefill_seconds(prefill, uncached, pair_pass_s(prefill, decode))
+    ahead = queue_seconds(prefill, ask) + shared_seconds(prefill, compute)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
     return {
         "queue": ahead + max(0.0, queue_seconds(decode, ask) - ahead - load_s - compute),
         "prefill": compute,
         "load": load_s,
         "transfer": parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
-        "stall": 0.0,
+        "stall": uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight,
         **_stream_terms(decode, ask),
     }
 

@@ -209,6 +209,7 @@ class Workers:
             step_s=speed.step_s,
             prefill_share=self._shares.of(worker.id, now),
             unusable=self._unusable(known),
+            device=f"{worker.host}/{worker.device}" if worker.device else "",
         )
 
     def close(self) -> None:
