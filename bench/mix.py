@@ -114,7 +114,7 @@ def try_chunks(
             runs = merged_pair(stack, chunk, model, SETTINGS)
             asyncio.run(send(runs, [words(DOCUMENT_PROMPT)], DOCUMENT_TOKENS))
             tried[chunk] = figures([asyncio.run(turn(runs, mix, idle, Prompts(mix), 99, seconds))])
-        console.print(f"  merged, chunk {chunk}: {_said(tried[chunk])}", style="dim")
+        console.print(f"  merged, chunk {chunk}: {_said(tried[chunk])}", style="dim", soft_wrap=True)
     return tried
 
 
@@ -135,7 +135,7 @@ def measure(
         for name in list(setups)[:: -1 if number % 2 else 1]:
             results[name].append(asyncio.run(turn(setups[name], mix, idle, prompts, number, seconds)))
             told = f"  {mix.name}, turn {number + 1}/{turns}, {name}: {_said(figures(results[name][-1:]))}"
-            console.print(told, style="dim")
+            console.print(told, style="dim", soft_wrap=True)
     return results
 
 
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mix", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--turns", type=int, default=2, help="measured turns of each setup in each mix")
-    parser.add_argument("--seconds", type=float, default=16.0, help="length of a turn")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of a turn")
     parser.add_argument("--chunk", type=int, default=0, help="merged's chunk size; 0 tries some first")
     parser.add_argument("--mixes", nargs="*", default=[mix.name for mix in MIXES], help="some of the mixes")
     parser.add_argument("--model", default="", help="model file or directory; default: the one of `baton up`")
@@ -229,6 +229,7 @@ def main(argv: list[str] | None = None) -> int:
             f"  idle: a document {idle.document_s:.2f} s, a token {idle.token_s * 1e3:.0f} ms; "
             f"SLO {idle.slo_ttft_s:.2f} s and {idle.slo_tpot_s * 1e3:.0f} ms",
             style="dim",
+            soft_wrap=True,
         )
         tried = {} if options.chunk else try_chunks(console, idle, options.seconds, options.model)
         chunk = options.chunk or best_chunk(tried)

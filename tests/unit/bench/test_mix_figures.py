@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bench.load import Answer
-from bench.mix import best_chunk
+from bench.mix import SETUPS, best_chunk, plot, show
 from bench.mix_figures import Turn, compare, figures, good, turn_of
-from bench.mixes import Idle
+from bench.mixes import MIXES, Idle
 
 IDLE = Idle(document_s=1.0, token_s=0.025)  # SLO: 2 s, 50 ms
 
@@ -87,3 +90,21 @@ def test_nothing_is_divided_by_nothing() -> None:
 def test_the_best_chunk_is_of_the_best_goodput_then_of_the_lowest_itl() -> None:
     assert best_chunk({64: setup(100.0, 1.0), 128: setup(200.0, 1.1)}) == 128
     assert best_chunk({64: setup(100.0, 1.0), 128: setup(200.0, 1.0)}) == 64
+
+
+def test_the_tables_name_every_mix_and_the_better_setup(tmp_path: Path) -> None:
+    turns = {
+        mix.name: {name: [turn((0.01 * (place + 1),) * 9, 5 + place)] for place, name in enumerate(SETUPS)}
+        for mix in MIXES[:2]
+    }
+    result = {}
+    for name, of in turns.items():
+        told = {setup: figures(ones) for setup, ones in of.items()}
+        result[name] = compare(told) | told
+    console = Console(width=200, record=True, file=io.StringIO())
+    show(console, result)
+    text = console.export_text()
+    assert all(mix.name in text for mix in MIXES[:2])
+    assert "ours over merged, the better" in text
+    plot(turns, str(tmp_path / "mix.png"))
+    assert (tmp_path / "mix.png").read_bytes().startswith(b"\x89PNG")
