@@ -14,8 +14,10 @@ from dataclasses import replace
 from services.router.costs import WorkerState
 
 
-def with_neighbours(states: Sequence[WorkerState]) -> list[WorkerState]:
+def with_neighbours(states: Sequence[WorkerState]) -> Sequence[WorkerState]:
     """The same workers, those that share a device with others of them told of these."""
+    if not any(state.device for state in states):
+        return states
     groups: defaultdict[str, list[WorkerState]] = defaultdict(list)
     for state in states:
         if state.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.router.test_policy import ask, rate, worker
 P = Parameters()
 
 
-def two_cores(queued: float = 0.0, merged_streams: int = 0, decode_streams: int = 0) -> list[WorkerState]:
+def two_cores(queued: float = 0.0, merged_streams: int = 0, decode_streams: int = 0) -> Sequence[WorkerState]:
     """Prefill and merged on core 0, decode on core 1, as `baton up --cores 0,1` places them."""
     return with_neighbours(
         [
@@ -27,7 +28,7 @@ def two_cores(queued: float = 0.0, merged_streams: int = 0, decode_streams: int 
     )
 
 
-def mode_of(workers: list[WorkerState], tokens: int) -> Mode:
+def mode_of(workers: Sequence[WorkerState], tokens: int) -> Mode:
     choice = choose(candidates(workers, ask(tokens), rate, P), ask(tokens), P)
     assert isinstance(choice, Choice), choice
     return choice.winner.mode
