@@ -9,7 +9,8 @@ Two cores each way, each engine pinned to one, and the same arrivals. Chats deco
   says why no router of ours stands there), with the best of three chunk sizes, tried on the balanced mix.
 - ours: the router free to choose. For that the two cores must be able to be both, so core 0 has a prefill and a merged
   worker, core 1 a decode worker, which computes prompts too when that is cheaper. A second merged worker on core 1
-  could do nothing that decode cannot. Idle processes cost nothing; two on one core share it.
+  could do nothing that decode cannot. Idle processes cost nothing; two on one core share it. Prefill has pd's chunk
+  size, the two that stream have merged's.
 
 All stay up; measured turns alternate, in an order that turns round each time. The load is set by what pd shows when
 idle, and so is the SLO: twice the idle TTFT of a document, twice the idle time per token. Goodput counts requests a
@@ -44,6 +45,8 @@ from bench.run import Run, running
 
 SETUPS = ("pd", "merged", "ours")
 CHUNKS = (64, 128, 256)
+PD_CHUNK = 256
+"""Of a prefill worker: it freezes no stream, and a larger chunk reads the weights less often."""
 CHATS = 4
 """Beside which the idle time of a token is taken."""
 FILL = 0.25
@@ -223,7 +226,9 @@ def main(argv: list[str] | None = None) -> int:
             command = (*flags, "--cores", "0,1")
             return [stack.enter_context(running(*command, model=options.model, settings=SETTINGS))]
 
-        pd = up("--prefill", "1", "--decode", "1", "--merged", "0", "--fallback", "strict")
+        pd = up(
+            "--prefill", "1", "--decode", "1", "--merged", "0", "--chunk-tokens", str(PD_CHUNK), "--fallback", "strict"
+        )
         idle = asyncio.run(idle_figures(pd[0]))
         console.print(
             f"  idle: a document {idle.document_s:.2f} s, a token {idle.token_s * 1e3:.0f} ms; "
@@ -236,7 +241,10 @@ def main(argv: list[str] | None = None) -> int:
         setups = {
             "pd": pd,
             "merged": merged_pair(stack, chunk, options.model, SETTINGS),
-            "ours": up("--prefill", "1", "--decode", "1", "--merged", "1"),
+            "ours": up(
+                *("--prefill", "1", "--decode", "1", "--merged", "1"),
+                *("--chunk-tokens", str(chunk), "--prefill-chunk-tokens", str(PD_CHUNK)),
+            ),
         }
         for runs in setups.values():
             asyncio.run(send(runs, [words(DOCUMENT_PROMPT), words(DOCUMENT_PROMPT)], DOCUMENT_TOKENS))
