@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import time
@@ -216,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="model file or directory; default: the one of `baton up`")
     parser.add_argument("--plot", default="", metavar="FILE.png", help="draw ITL p99 and goodput by mix")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started is ended
     chosen = [mix for mix in MIXES if mix.name in options.mixes]
     console = Console()
     began = time.monotonic()
