@@ -36,15 +36,14 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from bench.balance import Balancer, merged_pair, words
 from bench.load import Answer
 from bench.mix_figures import Turn, compare, figures, turn_of
+from bench.mix_show import plot, show
 from bench.mixes import CHAT_PROMPT, DOCUMENT_PROMPT, DOCUMENT_TOKENS, MIXES, Idle, Mix, Prompts, arrivals
 from bench.run import Run, running
 
-SETUPS = ("pd", "merged", "ours")
 CHUNKS = (64, 128, 256)
 PD_CHUNK = 256
 """Of a prefill worker: it freezes no stream, and a larger chunk reads the weights less often."""
@@ -148,62 +147,6 @@ def _said(f: dict[str, Any]) -> str:
         f"ITL p99 {f['itl_p99_ms']:.0f} ms, TTFT {f['chat_ttft_p50_s']:.2f} and {f['document_ttft_p50_s']:.2f} s, "
         f"good {f['good_turns'][0]}, errors {f['errors']}"
     )
-
-
-def show(console: Console, result: dict[str, Any]) -> None:
-    """The tables for people."""
-    table = Table(title="Two cores; chats (24 in, 96 out) and documents (1,000 in, 16 out); all turns pooled")
-    titles = (
-        "mix",
-        "setup",
-        "ITL p50",
-        "ITL p99 ms",
-        "TTFT chat",
-        "document s",
-        "goodput /s",
-        "good",
-        "tok/s",
-        "errors",
-    )
-    for column, title in enumerate(titles):
-        table.add_column(title, justify="right" if column > 1 else "left")
-    keys = ("itl_p50_ms", "itl_p99_ms", "chat_ttft_p50_s", "document_ttft_p50_s", "goodput", "good_share", "tok_s")
-    ratios = Table(title="ratios (ITL p99: below 1 is good; goodput: above 1 is good)")
-    for column, title in enumerate(("mix", "", "ITL p99", "goodput")):
-        ratios.add_column(title, justify="right" if column > 1 else "left")
-    for name in (mix.name for mix in MIXES if mix.name in result):
-        of = result[name]
-        for setup in SETUPS:
-            row = (f"{of[setup][key]:g}" for key in (*keys, "errors"))
-            table.add_row(name, setup, *row, end_section=setup == SETUPS[-1])
-        for ratio in ("pd_over_merged", "ours_over_best", "ours_over_better"):
-            said = f"ours over {of['better']}, the better" if ratio == "ours_over_better" else ratio.replace("_", " ")
-            values = (f"{value:g}" if value is not None else "-" for value in of[ratio].values())
-            ratios.add_row(name, said, *values, end_section=ratio == "ours_over_better")
-    console.print(table)
-    console.print(ratios)
-
-
-def plot(results: dict[str, dict[str, list[Turn]]], path: str) -> None:
-    """ITL p99 and goodput of each setup, by mix, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 6), sharex=True)
-    for number, setup in enumerate(SETUPS):
-        at = [place + (number - 1) * 0.27 for place in range(len(results))]
-        told = [figures(of[setup]) for of in results.values()]
-        above.bar(at, [f["itl_p99_ms"] for f in told], 0.25, label=setup)
-        below.bar(at, [f["goodput"] for f in told], 0.25)
-    above.set(ylabel="ITL p99, ms", yscale="log")
-    below.set(ylabel="goodput, requests a second", xticks=range(len(results)), xticklabels=list(results))
-    above.legend()
-    for axes in (above, below):
-        axes.grid(alpha=0.3, axis="y")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> int:

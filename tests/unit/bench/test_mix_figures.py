@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from bench.load import Answer
-from bench.mix import SETUPS, best_chunk, plot, show
+from bench.mix import best_chunk
 from bench.mix_figures import Turn, compare, figures, good, turn_of
+from bench.mix_show import SETUPS, plot, show
 from bench.mixes import MIXES, Idle
 
 IDLE = Idle(document_s=1.0, token_s=0.025)  # SLO: 2 s, 50 ms
