@@ -58,7 +58,9 @@ SETTINGS = {"pool_gib": 0.5, "capacity_gib": 0.5}
 async def turn(runs: Sequence[Run], mix: Mix, idle: Idle, prompts: Prompts, seed: int, seconds: float) -> Turn:
     """Let requests come for a quarter of `seconds`, then measure for `seconds`, then wait for the last of them."""
     fill = FILL * seconds
-    before, chats, documents = [], [], []
+    before: list[Answer] = []
+    chats: list[Answer] = []
+    documents: list[Answer] = []
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         balancer = Balancer(runs, [await stack.enter_async_context(_client(run)) for run in runs])
