@@ -6,7 +6,7 @@ Two cores each way, each engine pinned to one, and the same arrivals. Chats deco
 - pd: one prefill, one decode, and a frontend that is strict: every prompt is handed over, whatever it costs. What
   people get who part prefill and decode and do no more.
 - merged: two merged workers behind a balancer that sends each request to the one with fewer outstanding (bench/pd.py
-  says why no router of ours stands there), with the best of three chunk sizes, tried on the balanced mix.
+  says why no router of ours stands there), with the better of two chunk sizes, tried on the balanced mix.
 - ours: the router free to choose. For that the two cores must be able to be both, so core 0 has a prefill and a merged
   worker, core 1 a decode worker, which computes prompts too when that is cheaper. A second merged worker on core 1
   could do nothing that decode cannot. Idle processes cost nothing; two on one core share it. Prefill has pd's chunk
@@ -41,10 +41,14 @@ from bench.balance import Balancer, merged_pair, words
 from bench.load import Answer
 from bench.mix_figures import Turn, compare, figures, turn_of
 from bench.mix_show import plot, show
-from bench.mixes import CHAT_PROMPT, DOCUMENT_PROMPT, DOCUMENT_TOKENS, MIXES, Idle, Mix, Prompts, arrivals
+from bench.mixes import CHAT_PROMPT, CHAT_TOKENS, DOCUMENT_PROMPT, DOCUMENT_TOKENS, MIXES, Idle, Mix, Prompts, arrivals
 from bench.run import Run, running
 
-CHUNKS = (64, 128, 256)
+CHUNKS = (64, 256)
+"""The best of the five that bench/pd.py tries, and the default."""
+RUSH = 32
+"""Chats at once before anything is measured: then every worker of ours has had some, and the rates that the router has
+of it are no longer those of a start on which two measured on one core."""
 PD_CHUNK = 256
 """Of a prefill worker: it freezes no stream, and a larger chunk reads the weights less often."""
 CHATS = 4
@@ -195,6 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         for runs in setups.values():
             asyncio.run(send(runs, [words(DOCUMENT_PROMPT), words(DOCUMENT_PROMPT)], DOCUMENT_TOKENS))
+            asyncio.run(send(runs, [words(CHAT_PROMPT) for _ in range(RUSH // len(runs))], CHAT_TOKENS, at_once=True))
         for mix in chosen:
             results[mix.name] = measure(console, setups, mix, idle, options.turns, options.seconds)
     result: dict[str, Any] = {}
