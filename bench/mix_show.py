@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -16,29 +17,28 @@ SETUPS = ("pd", "merged", "ours")
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
     """The tables for people."""
-    table = Table(title="Two cores; chats (24 in, 96 out) and documents (1,000 in, 16 out); all turns pooled")
-    titles = (
-        "mix",
-        "setup",
-        "ITL p50",
-        "ITL p99 ms",
-        "TTFT chat",
-        "document s",
-        "goodput /s",
-        "good",
-        "tok/s",
-        "errors",
+    table = Table(
+        title="chats (24 in, 96 out), documents (1,000 in, 16 out); turns pooled",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
     )
+    titles = ("mix", "setup", "ITL p50", "p99 ms", "TTFT chat", "doc. s", "good /s", "share", "tok/s", "err.")
     for column, title in enumerate(titles):
-        table.add_column(title, justify="right" if column > 1 else "left")
+        table.add_column(title, justify="right" if column > 1 else "left", no_wrap=column < 2)
     keys = ("itl_p50_ms", "itl_p99_ms", "chat_ttft_p50_s", "document_ttft_p50_s", "goodput", "good_share", "tok_s")
-    ratios = Table(title="ratios (ITL p99: below 1 is good; goodput: above 1 is good)")
+    ratios = Table(
+        title="ratios (ITL p99: below 1 is good; goodput: above 1 is good)",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
+    )
     for column, title in enumerate(("mix", "", "ITL p99", "goodput")):
         ratios.add_column(title, justify="right" if column > 1 else "left")
     for name in (mix.name for mix in MIXES if mix.name in result):
         of = result[name]
         for setup in SETUPS:
-            row = (f"{of[setup][key]:g}" for key in (*keys, "errors"))
+            row = (f"{of[setup][key]:.3g}" for key in (*keys, "errors"))
             table.add_row(name, setup, *row, end_section=setup == SETUPS[-1])
         for ratio in ("pd_over_merged", "ours_over_best", "ours_over_better"):
             said = f"ours over {of['better']}, the better" if ratio == "ours_over_better" else ratio.replace("_", " ")
