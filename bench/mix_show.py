@@ -38,7 +38,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     for name in (mix.name for mix in MIXES if mix.name in result):
         of = result[name]
         for setup in SETUPS:
-            row = (f"{of[setup][key]:.3g}" for key in (*keys, "errors"))
+            row = (f"{of[setup][key]:.4g}" for key in (*keys, "errors"))
             table.add_row(name, setup, *row, end_section=setup == SETUPS[-1])
         for ratio in ("pd_over_merged", "ours_over_best", "ours_over_better"):
             said = f"ours over {of['better']}, the better" if ratio == "ours_over_better" else ratio.replace("_", " ")
