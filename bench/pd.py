@@ -34,7 +34,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import Answer, quantile, stream
+from bench.balance import Balancer, merged_pair, words
+from bench.load import Answer, quantile
 from bench.run import Run, running
 
 STREAMS = 4
@@ -47,8 +48,6 @@ UTILISATION = 0.5
 SLO = 2.0
 """Times the idle figure, for TTFT and for the time per output token."""
 CHUNKS = (32, 64, 128, 256, 512)
-IDS = range(1000, 20000)
-"""Ordinary words of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -74,32 +73,6 @@ class Turn:
     errors: int
     placed: dict[str, int]
     gaps: tuple[float, ...]
-
-
-class Balancer:
-    """Sends each request to the run with the fewest outstanding; of equal ones, to the one not asked for longest."""
-
-    def __init__(self, runs: list[Run], clients: list[httpx.AsyncClient]) -> None:
-        self._model = runs[0].model
-        self._clients = clients
-        self._outstanding = [0] * len(clients)
-        self._turns = list(range(len(clients)))
-
-    async def send(self, prompt: list[int], max_tokens: int, answer: Answer) -> None:
-        """Run one request to its end, or to the caller's cancellation."""
-        chosen = min(self._turns, key=lambda i: self._outstanding[i])
-        self._turns.remove(chosen)
-        self._turns.append(chosen)
-        self._outstanding[chosen] += 1
-        try:
-            await stream(self._clients[chosen], self._model, prompt, max_tokens, answer)
-        finally:
-            self._outstanding[chosen] -= 1
-
-
-def words(count: int) -> list[int]:
-    """A prompt that nobody has the KV of."""
-    return random.SystemRandom().choices(IDS, k=count)
 
 
 async def turn(runs: list[Run], load: Load, seed: int, seconds: float) -> Turn:
@@ -184,12 +157,6 @@ async def idle(run: Run, seconds: float) -> Load:
     return Load(UTILISATION / ttft, SLO * ttft, SLO * statistics.mean(still.gaps))
 
 
-def merged(stack: ExitStack, chunk: int, model: str) -> list[Run]:
-    """Two merged workers, each a run of its own: what balances between them is ours alone."""
-    common = ["--prefill", "0", "--decode", "0", "--merged", "1", "--chunk-tokens", str(chunk)]
-    return [stack.enter_context(running(*common, "--cores", core, model=model)) for core in ("0", "1")]
-
-
 def try_chunks(
     console: Console, pd: Run, load: Load, chunks: tuple[int, ...], seconds: float, model: str
 ) -> dict[int, tuple[Turn, Turn]]:
@@ -197,7 +164,7 @@ def try_chunks(
     tried = {}
     for chunk in chunks:
         with ExitStack() as stack:
-            runs = merged(stack, chunk, model)
+            runs = merged_pair(stack, chunk, model)
             asyncio.run(turn(runs, load, 0, seconds / 4))
             tried[chunk] = (asyncio.run(turn(runs, load, 99, seconds)), asyncio.run(turn([pd], load, 99, seconds)))
         console.print(f"  chunk {chunk}: merged {_said(tried[chunk][0])}; pd {_said(tried[chunk][1])}", style="dim")
@@ -340,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         both = ["--prefill", "0", "--decode", "0", "--merged", "2", "--chunk-tokens", str(chunk), "--cores", "0,1"]
         ways = {
             "pd": [pd],
-            "merged": merged(stack, chunk, options.model),
+            "merged": merged_pair(stack, chunk, options.model),
             "routed": [stack.enter_context(running(*both, model=options.model))],
         }
         results = measure(console, ways, load, options.turns, options.seconds)

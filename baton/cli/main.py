@@ -77,6 +77,9 @@ def up(
         str, typer.Option(help="Pin the workers' engines to these cores in turn, as in 0,1.", metavar="N,N")
     ] = "",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that a worker computes in one step.")] = 256,
+    prefill_chunk_tokens: Annotated[
+        int, typer.Option(min=0, help="The same of prefill workers, which freeze no stream; 0: as --chunk-tokens.")
+    ] = 0,
     fallback: Annotated[
         str, typer.Option(help="auto: run a request elsewhere when its plan breaks. strict: answer an error instead.")
     ] = "auto",
@@ -102,6 +105,7 @@ def up(
         dtype=_one_of("--dtype", dtype, ("bfloat16", "float32")),
         cores=_cores(cores),
         chunk_tokens=chunk_tokens,
+        prefill_chunk_tokens=prefill_chunk_tokens,
         fallback=_one_of("--fallback", fallback, ("auto", "strict")),
     )
     if not decode + merged:

@@ -27,6 +27,7 @@ class Options:
     dtype: str = "bfloat16"
     cores: tuple[int, ...] = ()
     chunk_tokens: int = 256
+    prefill_chunk_tokens: int = 0
     fallback: str = "auto"
 
     def differences(self, other: dict[str, object]) -> list[str]:
@@ -64,9 +65,10 @@ def service_specs(options: Options, model: str, etcd: str) -> list[Spec]:
     ]
     cores = _cores(options.cores)
     for role, count in (("prefill", options.prefill), ("decode", options.decode), ("merged", options.merged)):
+        chunk = (options.prefill_chunk_tokens if role == "prefill" else 0) or options.chunk_tokens
         for n in range(1, count + 1):
             flags = [*shared, "--model", model, *named, "--dtype", options.dtype, *next(cores)]
-            flags += ["--chunk-tokens", str(options.chunk_tokens)]
+            flags += ["--chunk-tokens", str(chunk)]
             specs.append(Spec(f"{role}-{n}", role, tuple(service(role, *flags))))
     flags = [*shared, "--model", model, *named, "--port", str(options.http_port), "--fallback", options.fallback]
     flags += ["--linger-s", "0"]  # no balancer looks

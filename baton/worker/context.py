@@ -37,7 +37,7 @@ class TransportReader(Reader):
 
 @dataclass
 class WorkerContext:
-    """Built once at start. `draining` is the only thing that changes."""
+    """Built once at start. `draining` is the only thing that changes. `device` is as in the registration."""
 
     id: str
     role: registry_pb2.Role.ValueType
@@ -51,6 +51,7 @@ class WorkerContext:
     channels: Channels
     metrics: WorkerMetrics
     background: Background
+    device: str = ""
     draining: bool = False
 
     @property

@@ -45,4 +45,5 @@ def worker_message(
         transports=sorted(set(context.peer.metadata) - {HOST_KEY}),
         started=time.time(),
         pid=os.getpid(),
+        device=context.device,
     )

@@ -109,6 +109,7 @@ async def _start_engine(
         channels=channels,
         metrics=WorkerMetrics(process.collectors),
         background=process.background,
+        device=f"cpu:{settings.core}" if settings.core is not None else "",
     )
     return context, rates
 

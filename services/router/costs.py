@@ -41,7 +41,9 @@ class WorkerState:
 
     `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones;
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
-    prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all.
+    prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
+    of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
+    others there have to do (devices.py).
     """
 
     id: str
@@ -59,6 +61,9 @@ class WorkerState:
     step_s: float
     prefill_share: float = 0.0
     unusable: str = ""
+    device: str = ""
+    beside_streams: int = 0
+    beside_queue_s: float = 0.0
 
     def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float) -> WorkerState:
         """The same worker with so much more promised to it."""
@@ -78,6 +83,7 @@ class WorkerState:
             self.step_s,
             prefill_share,
             self.unusable,
+            self.device,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -157,19 +163,27 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     return tokens_ahead + excess * ask.output_tokens * worker.step_s / worker.max_streams
 
 
+def shared_seconds(worker: WorkerState, compute_s: float) -> float:
+    """How much longer a prompt takes beside others on the same device: each gets its share, so it takes twice as long
+    while they have prompts, too."""
+    return min(worker.beside_queue_s, compute_s)
+
+
 def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load | None = None) -> dict[str, float]:
     """Terms of a worker that computes the prompt and streams: merged, or local on a decode worker. What it loads from a
     store it need not compute."""
     uncached = ask.prompt_tokens - (load.tokens if load else ask.cached(worker))
     freeze_s = uncached / worker.prefill_tok_s
     decode_s = ask.output_tokens * worker.step_s
+    streams = worker.streams + worker.beside_streams
+    compute = prefill_seconds(worker, uncached)
     return {
-        "queue": queue_seconds(worker, ask),
-        "prefill": prefill_seconds(worker, uncached),
+        "queue": queue_seconds(worker, ask) + shared_seconds(worker, compute),
+        "prefill": compute,
         "load": load.seconds if load else 0.0,
         "transfer": 0.0,
-        "stall": freeze_s * (worker.streams + parameters.assumed_streams) * parameters.stall_weight,
-        "batch": decode_s * worker.streams / worker.max_streams,
+        "stall": freeze_s * (streams + parameters.assumed_streams) * parameters.stall_weight,
+        "batch": decode_s * streams / worker.max_streams,
         "interference": decode_s * min(1.0, max(worker.prefill_share, parameters.assumed_arrivals_s * freeze_s)),
     }
 
@@ -192,8 +206,9 @@ def pair_cost(
     counts."""
     there = load.tokens if load else ask.cached(prefill)
     load_s = load.seconds if load else 0.0
-    compute = prefill_seconds(prefill, ask.prompt_tokens - there, pair_pass_s(prefill, decode))
-    ahead = queue_seconds(prefill, ask)
+    uncached = ask.prompt_tokens - there
+    compute = prefill_seconds(prefill, uncached, pair_pass_s(prefill, decode))
+    ahead = queue_seconds(prefill, ask) + shared_seconds(prefill, compute)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
     decode_s = ask.output_tokens * decode.step_s
     return {
@@ -201,8 +216,8 @@ def pair_cost(
         "prefill": compute,
         "load": load_s,
         "transfer": parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
-        "stall": 0.0,
-        "batch": decode_s * decode.streams / decode.max_streams,
+        "stall": uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight,
+        "batch": decode_s * (decode.streams + decode.beside_streams) / decode.max_streams,
         "interference": decode_s * min(1.0, decode.prefill_share),
     }
 

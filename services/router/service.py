@@ -14,6 +14,7 @@ from baton.route import RouteReason
 from baton.rpc.errors import failure
 from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from services.router import costs, explain, policy
+from services.router.devices import with_neighbours
 from services.router.index import PrefixIndex
 from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
@@ -190,7 +191,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
             return self._loads.seconds(store, tier, worker, size, now)
 
-        states = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters, load_time)
+        listed = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters, load_time)
+        states = with_neighbours(listed)
         found = policy.candidates(
             states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive, load_time=load_time
         )

@@ -224,6 +224,7 @@ class Workers:
             prefill_tok_s=speed.prefill_tok_s,
             step_s=speed.step_s,
             unusable=self._unusable(known),
+            device=f"{worker.host}/{worker.device}" if worker.device else "",
         )
 
     def close(self) -> None:

@@ -50,3 +50,12 @@ def test_differences_are_told_in_flags() -> None:
         "--decode 1 -> 2",
         "--cores 0,1 -> none",
     ]
+
+
+def test_prefill_workers_may_have_a_chunk_size_of_their_own() -> None:
+    def chunks(options: Options) -> list[str]:
+        specs = service_specs(options, "/m", "e:1")
+        return [flags(s.command)["--chunk-tokens"] for s in specs if s.role in ("prefill", "decode", "merged")]
+
+    assert chunks(Options(chunk_tokens=64)) == ["64", "64", "64"]
+    assert chunks(Options(chunk_tokens=64, prefill_chunk_tokens=256)) == ["256", "64", "64"]

@@ -19,6 +19,7 @@ from services.router.metrics import RouterMetrics
 from services.router.prefetch import Prefetcher
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare
+from services.router.reservations import Held
 from services.router.service import RouterService
 from services.router.stores import Stores
 from tests.unit.router.scripted_worker import LAYOUT, registration
@@ -305,3 +306,13 @@ async def test_keys_that_are_none_are_refused(face: Face) -> None:
     reply = await face.service.Route(face.request(keys=[b"short"]), NO_CONTEXT)
     assert (reply.failure.reason, reply.failure.param) == ("INVALID_REQUEST", "keys")
     assert len(face.reservations) == 0
+
+
+async def test_a_prefill_on_a_core_with_streams_freezes_them_and_explain_says_so(face: Face) -> None:
+    face.add("p1", PREFILL, device="cpu:0")
+    face.add("m1", MERGED, device="cpu:0")
+    face.reservations.take("x", 0, {"m1": Held(streams=3), "p2": Held(prefill_tokens=50)}, face.now)
+    found = {(c.prefill, c.worker): c.terms_ms["stall"] for c in (await face.explain()).candidates}
+    assert found["p1", "d1"] == pytest.approx(3 * 320 / 500 * 1e3)
+    assert found["p2", "d1"] == 0.0
+    assert (await face.route()).plan.prefill.id == "p2", "although it has a queue"

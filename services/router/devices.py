@@ -1,0 +1,37 @@
+"""Workers that share a device, a core say, slow each other: each is told what the others there have to do.
+
+A worker that computes on what nobody else does is left as it is. Of one with neighbours: their streams are frozen by
+its prompts as its own are, their queued prompts share its time, and the share of recent time that they computed prompts
+is lost to its streams. Which term each comes into: README.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.router.costs import WorkerState
+
+
+def with_neighbours(states: Sequence[WorkerState]) -> Sequence[WorkerState]:
+    """The same workers, those that share a device with others of them told of these."""
+    if not any(state.device for state in states):
+        return states
+    groups: defaultdict[str, list[WorkerState]] = defaultdict(list)
+    for state in states:
+        if state.device:
+            groups[state.device].append(state)
+    return [_told(state, groups[state.device]) if state.device else state for state in states]
+
+
+def _told(state: WorkerState, group: Sequence[WorkerState]) -> WorkerState:
+    others = [other for other in group if other is not state]
+    if not others:
+        return state
+    return replace(
+        state,
+        beside_streams=sum(other.streams for other in others),
+        beside_queue_s=sum(other.queued_tokens / other.prefill_tok_s for other in others),
+        prefill_share=min(1.0, state.prefill_share + sum(other.prefill_share for other in others)),
+    )

@@ -1,0 +1,103 @@
+"""Workers that share a device: what each is told of the others, and what the policy makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.costs import Parameters, Role, WorkerState, own_cost, pair_cost, shared_seconds
+from services.router.devices import with_neighbours
+from services.router.policy import Choice, Mode, candidates, choose
+from tests.unit.router.test_policy import ask, rate, worker
+
+P = Parameters()
+
+
+def two_cores(queued: float = 0.0, merged_streams: int = 0, decode_streams: int = 0) -> Sequence[WorkerState]:
+    """Prefill and merged on core 0, decode on core 1, as `baton up --cores 0,1` places them."""
+    return with_neighbours(
+        [
+            worker(Role.PREFILL, device="host/cpu:0", queued_tokens=queued),
+            worker(Role.DECODE, device="host/cpu:1", streams=decode_streams),
+            worker(Role.MERGED, device="host/cpu:0", streams=merged_streams),
+        ]
+    )
+
+
+def mode_of(workers: Sequence[WorkerState], tokens: int) -> Mode:
+    choice = choose(candidates(workers, ask(tokens), rate, P), ask(tokens), P)
+    assert isinstance(choice, Choice), choice
+    return choice.winner.mode
+
+
+def test_each_is_told_of_the_others_on_its_device_and_of_nobody_else() -> None:
+    prefill, decode, merged = two_cores(queued=500.0, merged_streams=3, decode_streams=2)
+    assert (prefill.beside_streams, prefill.beside_queue_s) == (3, 0.0)
+    assert (merged.beside_streams, merged.beside_queue_s) == (0, 1.0)
+    assert (decode.beside_streams, decode.beside_queue_s) == (0, 0.0)
+
+
+def test_a_share_of_time_spent_on_prompts_is_lost_to_all_on_the_device() -> None:
+    told = with_neighbours(
+        [
+            worker(Role.PREFILL, device="d", prefill_share=0.7),
+            worker(Role.MERGED, device="d", prefill_share=0.2),
+            worker(Role.DECODE, device="d", prefill_share=0.4),
+        ]
+    )
+    assert [state.prefill_share for state in told] == [1.0, 1.0, 1.0]
+    told = with_neighbours([worker(Role.PREFILL, device="d", prefill_share=0.7), worker(Role.MERGED, device="d")])
+    assert told[1].prefill_share == pytest.approx(0.7)
+
+
+def test_the_same_core_of_another_host_is_another_device() -> None:
+    states = [worker(Role.PREFILL, device="a/cpu:0"), worker(Role.MERGED, device="b/cpu:0", streams=5)]
+    assert with_neighbours(states) == states
+
+
+def test_a_prompt_takes_twice_as_long_beside_prompts_and_not_longer() -> None:
+    state = worker(Role.MERGED, beside_queue_s=1.0)
+    assert shared_seconds(state, 0.2) == 0.2
+    assert shared_seconds(state, 5.0) == 1.0
+    assert shared_seconds(worker(Role.MERGED), 5.0) == 0.0
+
+
+def test_a_prefill_freezes_the_streams_beside_it() -> None:
+    prefill, decode, _ = two_cores(merged_streams=4)
+    assert pair_cost(prefill, decode, ask(500), rate, P)["stall"] == pytest.approx(4.0)
+    alone, decode, _ = two_cores()
+    assert pair_cost(alone, decode, ask(500), rate, P)["stall"] == 0.0
+
+
+def test_merged_and_local_freeze_the_streams_beside_them_too() -> None:
+    state = worker(Role.MERGED, streams=1, beside_streams=3)
+    assert own_cost(state, ask(500), P)["stall"] == pytest.approx(5.0)
+    assert own_cost(state, ask(500), P)["batch"] == pytest.approx(
+        4 * own_cost(worker(Role.MERGED, streams=1), ask(), P)["batch"]
+    )
+
+
+def test_a_short_prompt_does_not_go_beside_a_busy_prefill() -> None:
+    """Behind 2 s of queue it goes elsewhere: where fewest streams suffer, and a share of the core is a loss too."""
+    assert mode_of(two_cores(), 24) is Mode.DISAGGREGATED
+    assert mode_of(two_cores(queued=1000.0), 24) is Mode.LOCAL
+    assert mode_of(two_cores(queued=1000.0, decode_streams=4), 24) is Mode.MERGED
+    busy = [replace(state, prefill_share=0.5) if state.role is Role.PREFILL else state for state in two_cores(1000.0)]
+    assert mode_of(with_neighbours([*busy[:1], replace(busy[1], streams=4), busy[2]]), 24) is Mode.LOCAL
+
+
+def test_a_long_prompt_waits_rather_than_share_the_core_it_waits_for() -> None:
+    assert mode_of(two_cores(queued=500.0, decode_streams=3), 1000) is Mode.DISAGGREGATED
+
+
+@given(
+    st.lists(
+        st.builds(worker, st.sampled_from(Role), st.integers(0, 4), streams=st.integers(0, 9)), unique_by=lambda w: w.id
+    )
+)
+def test_without_devices_nothing_changes(states: list[WorkerState]) -> None:
+    assert all(told is state for told, state in zip(with_neighbours(states), states, strict=True))
