@@ -11,7 +11,7 @@ import math
 import time
 from types import TracebackType
 
-TICK_S = 0.1
+TICK_S = 0.2
 """Of counting; a tick that is late by as much again says that the loop was busy or the process stopped."""
 
 

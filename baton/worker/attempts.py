@@ -197,6 +197,7 @@ class Attempts:
         self._on_change = on_change
         self._idle = asyncio.Event()
         self._idle.set()
+        self._some = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -210,6 +211,7 @@ class Attempts:
             raise BatonError(Reason.DUPLICATE_REQUEST, f"attempt {attempt.key[1]} of {attempt.key[0]} is running here")
         self._live[attempt.key] = attempt
         self._idle.clear()
+        self._some.set()
         self._on_change()
 
     def remove(self, attempt: Attempt) -> None:
@@ -220,6 +222,7 @@ class Attempts:
             self._on_change()
         if not self._live:
             self._idle.set()
+            self._some.clear()
 
     def get(self, uid: str, attempt: int) -> Attempt | None:
         """The live attempt of that name."""
@@ -228,6 +231,10 @@ class Attempts:
     def of(self, session: Session) -> list[Attempt]:
         """The session's live attempts."""
         return [a for a in self._live.values() if a.session is session]
+
+    async def some(self) -> None:
+        """Wait until one lives."""
+        await self._some.wait()
 
     async def idle(self) -> None:
         """Wait until none lives."""

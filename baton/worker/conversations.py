@@ -50,6 +50,7 @@ class Conversations:
     async def watch(self) -> None:
         """Offer what has filled, each `EACH_S`, for ever."""
         while True:
+            await self._attempts.some()
             await asyncio.sleep(EACH_S)
             busy = self._busy()
             for attempt in self._attempts:

@@ -139,11 +139,16 @@ class Sessions:
             self._on_end(session)
 
     async def beat(self) -> None:
-        """Ask every session for a heartbeat, for ever. One task of the process."""
+        """Ask every session for a heartbeat, for ever: in every round while there is work, in every second one else.
+        One task of the process."""
+        idle = 0
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            for session in self._live.values():
-                session.beat()
+            now = self._heartbeat()
+            idle = 0 if now.running or now.waiting or now.step_started else idle + 1
+            if idle % 2 == 0:
+                for session in self._live.values():
+                    session.beat()
 
     async def end_all(self, timeout_s: float) -> None:
         """End every stream after what is pending; at most `timeout_s`."""

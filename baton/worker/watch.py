@@ -98,10 +98,17 @@ class Watchers:
                 self.apply(event)
 
     async def tick(self) -> None:
-        """Look at the load each LOAD_S, for ever. One task of the process."""
+        """Look at the load each LOAD_S, for ever; wake the streams when it has changed, and each ALIVE_S.
+
+        One task of the process.
+        """
+        before, same = None, 0
         while True:
             await asyncio.sleep(LOAD_S)
-            self.changed()
+            now = self._load()
+            before, same = now, same + 1 if now == before else 0
+            if same * LOAD_S % ALIVE_S == 0:
+                self.changed()
 
     async def serve(self, write: Callable[[pb.WorkerUpdate], Awaitable[None]]) -> None:
         """Run one stream until it is cancelled. Raises BatonError: what `check` found."""

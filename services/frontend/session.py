@@ -27,7 +27,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from services.frontend.metrics import FrontendMetrics
 
 SILENCE_S = 1.0
-"""Heartbeats come five times a second: a session that is silent for so long is lost."""
+"""Heartbeats come five times a second, half as often from an idle worker: a session silent for so long is lost."""
 OPEN_TIMEOUT_S = 3.0
 """How long a worker may take to answer a new session."""
 SUBMIT_TIMEOUT_S = 5.0
