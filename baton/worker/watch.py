@@ -107,7 +107,7 @@ class Watchers:
             await asyncio.sleep(LOAD_S)
             now = self._load()
             before, same = now, same + 1 if now == before else 0
-            if same * LOAD_S % ALIVE_S == 0:
+            if same % round(ALIVE_S / LOAD_S) == 0:
                 self.changed()
 
     async def serve(self, write: Callable[[pb.WorkerUpdate], Awaitable[None]]) -> None:

@@ -137,3 +137,25 @@ async def test_push_after_the_end_is_dropped() -> None:
     session.end()
     session.push(pb.Event(uid="late"))
     assert session.pending == 0
+
+
+@pytest.mark.parametrize("field", ["", "running", "waiting", "step_started"])
+async def test_without_work_every_second_heartbeat_is_left_out(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+    asked = 0
+
+    def state() -> pb.Heartbeat:
+        nonlocal asked
+        asked += 1
+        return pb.Heartbeat(**{field: 1} if field else {})
+
+    hub = Sessions(7, WorkerMetrics(CollectorRegistry()), state, lambda _: None)
+    frontend = Frontend(hub)
+    await frontend.until(1)
+    before = asked
+    beating = asyncio.create_task(hub.beat())
+    await frontend.until(9)
+    rounds = asked - before - 8  # the others went into frames
+    assert rounds in ((8, 9) if field else (16, 17))
+    beating.cancel()
+    await stop(frontend)

@@ -161,3 +161,24 @@ async def test_streams_of_a_worker_whose_engine_is_stuck_end() -> None:
     with pytest.raises(BatonError):
         await asyncio.wait_for(router.task, HANG_S)
     assert len(watchers) == 0
+
+
+async def test_streams_are_woken_by_a_change_and_else_each_alive_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOAD_S", 0.02)
+    monkeypatch.setattr(module, "ALIVE_S", 0.04)
+    looked, woken, enough = 0, [], asyncio.Event()
+
+    def look() -> pb.Load:
+        nonlocal looked
+        looked += 1
+        if looked == 11:
+            enough.set()
+        return pb.Load(running=int(looked >= 8))
+
+    watchers = Watchers(1, look, WorkerMetrics(CollectorRegistry()))
+    monkeypatch.setattr(watchers, "changed", lambda: woken.append(looked))
+    ticking = asyncio.create_task(watchers.tick())
+    async with asyncio.timeout(HANG_S):
+        await enough.wait()
+    ticking.cancel()
+    assert woken == [1, 3, 5, 7, 8, 10]
