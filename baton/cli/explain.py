@@ -21,9 +21,9 @@ def explain(home: Home, prompt: str, *, max_tokens: int, raw: bool) -> dict[str,
         with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             reply = client.post("/v1/baton/explain", json={"model": model, "max_tokens": max_tokens, **asked})
+            answer: dict[str, Any] = reply.json()
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise CliError(f"{url} does not answer: {error!r}", "see `baton status` and `baton logs frontend`") from error
-    answer: dict[str, Any] = reply.json()
     if "error" in answer:
         raise CliError(answer["error"]["message"], "give --raw to take the text as it is, without the chat template")
     return answer

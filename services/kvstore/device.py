@@ -18,12 +18,13 @@ import torch
 from baton.kv.handle import checksum
 from services.kvstore.eviction import Watermarks
 from services.kvstore.table import SlotTable
-from services.kvstore.tier import BlockShape, Facts, Placed, Tier, TierStats, slots_for
+from services.kvstore.table_tier import TableTier
+from services.kvstore.tier import BlockShape, Facts, TierStats, slots_for
 
 T = TypeVar("T")
 
 
-class DeviceTier(Tier):
+class DeviceTier(TableTier):
     """`capacity` bytes of a device's memory, taken at once. Raises RuntimeError (torch's) when they are not there."""
 
     name = "device"
@@ -58,16 +59,6 @@ class DeviceTier(Tier):
         self._table = self._new_table(slots, shape.block_bytes)
         if gone:
             self.on_gone(gone, "layout")
-
-    def holds(self, key: bytes) -> bool:
-        return key in self._table.index
-
-    def keys(self) -> list[bytes]:
-        return list(self._table.index)
-
-    def placed(self, key: bytes) -> Placed | None:
-        entry = self._table.index.get(key)
-        return Placed(entry.facts, entry.readers, time.monotonic() - entry.used) if entry else None
 
     async def store(self, key: bytes, payload: memoryview, facts: Facts) -> bool:
         if self.holds(key):

@@ -27,7 +27,8 @@ from services.kvstore.nvme.slab import (
 )
 from services.kvstore.nvme.slot_io import Place, erase_slot, read_slot, write_slot
 from services.kvstore.table import SlotEntry, SlotTable
-from services.kvstore.tier import BlockShape, Facts, Placed, Tier, TierStats, slots_for
+from services.kvstore.table_tier import TableTier
+from services.kvstore.tier import BlockShape, Facts, TierStats, slots_for
 
 THREADS = 4
 SCAN_CHUNK = 64
@@ -36,7 +37,7 @@ SCAN_CHUNK = 64
 _log = structlog.get_logger()
 
 
-class NvmeTier(Tier):
+class NvmeTier(TableTier):
     """`count(operation, outcome, number)` hears of every operation's end. Call `open` before anything else."""
 
     name = "nvme"
@@ -109,16 +110,6 @@ class NvmeTier(Tier):
             self._table.scanned(slot, None)
         if gone:
             self.on_gone(gone, "layout")
-
-    def holds(self, key: bytes) -> bool:
-        return key in self._table.index
-
-    def keys(self) -> list[bytes]:
-        return list(self._table.index)
-
-    def placed(self, key: bytes) -> Placed | None:
-        entry = self._table.index.get(key)
-        return Placed(entry.facts, entry.readers, time.monotonic() - entry.used) if entry else None
 
     async def store(self, key: bytes, payload: memoryview, facts: Facts) -> bool:
         if self.holds(key):
