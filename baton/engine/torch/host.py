@@ -28,6 +28,7 @@ from baton.engine.port import (
     TokenEvent,
 )
 from baton.engine.torch import messages as m
+from baton.engine.torch.environment import child_environment
 from baton.engine.torch.late import LateReads
 from baton.engine.torch.link import CALL_S, Link
 from baton.engine.torch.liveness import Liveness
@@ -117,6 +118,7 @@ class TorchEngine(Engine):
                 "-m",
                 "baton.engine.torch.child",
                 msgspec.json.encode(options).decode(),
+                env=child_environment(os.environ),
                 pass_fds=(theirs.fileno(), self.arena.fd, self._page.fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
