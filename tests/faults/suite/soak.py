@@ -20,7 +20,7 @@ GROWTH_BYTES = 16 << 20
 
 @dataclass
 class Memory:
-    """Resident bytes (shared pages aside) of each process that lived through the whole run, its children included."""
+    """Resident bytes (shared pages aside) of each process that lived through the whole run, its children apart."""
 
     seconds: float
     samples: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -38,9 +38,10 @@ class Memory:
             for name, pid in stack.pids().items():
                 with contextlib.suppress(psutil.Error):
                     process = psutil.Process(pid)
-                    family = [process, *process.children(recursive=True)]
-                    held = sum((info := p.memory_info()).rss - info.shared for p in family)
-                    self.samples.setdefault((name, pid), []).append(held)
+                    for member in (process, *process.children(recursive=True)):
+                        info = member.memory_info()
+                        label = name if member == process else f"a child of {name}"
+                        self.samples.setdefault((label, member.pid), []).append(info.rss - info.shared)
             await asyncio.sleep(EVERY_S)
 
     def _thirds(self) -> dict[str, tuple[float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.torch.environment import child_environment
+from baton.engine.torch.environment import SHAPE_CACHES, child_environment
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,10 @@ from baton.engine.torch.environment import child_environment
 )
 def test_huge_pages_are_asked_for_unless_somebody_decided(given: dict[str, str], made: str) -> None:
     environment = child_environment({"PATH": "/bin", **given})
-    assert environment == {"PATH": "/bin", "GLIBC_TUNABLES": made}
+    assert (environment["PATH"], environment["GLIBC_TUNABLES"]) == ("/bin", made)
+
+
+@pytest.mark.parametrize("cache", SHAPE_CACHES)
+def test_compiled_shapes_are_bounded_unless_somebody_decided(cache: str) -> None:
+    assert child_environment({})[cache] == "128"
+    assert child_environment({cache: "1024"})[cache] == "1024"

@@ -266,3 +266,22 @@ async def test_a_small_pool_makes_the_context_short(tiny_model: Path) -> None:
     assert len(await client.complete(request([1], max_tokens=1000))) == 127
     assert await client.engine.check_integrity() == []
     await client.close()
+
+
+async def test_its_memory_does_not_grow_with_every_length_of_prompt(tiny_model: Path) -> None:
+    """Each number of rows is a shape of its own to the libraries below, and they keep what they compiled for it."""
+    client = Client(make_engine(tiny_model, chunk_tokens=256))
+    await client.engine.start()
+    child = psutil.Process(client.engine.link.pid)
+
+    async def meet(lengths: range) -> int:
+        for length in lengths:
+            await client.complete(request([length % 300] * length, max_tokens=1, root=length.to_bytes(16)))
+        info = child.memory_info()
+        return info.rss - info.shared
+
+    async with asyncio.timeout(HANG_S):
+        before = await meet(range(1, 31))
+        grown = await meet(range(31, 231)) - before
+    await client.close()
+    assert grown < 64 << 20
