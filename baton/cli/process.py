@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,8 +79,13 @@ def process_of(record: Record) -> psutil.Process | None:
         return None
 
 
-def spawn(home: Home, name: str, role: str, command: Sequence[str]) -> tuple[Record, subprocess.Popen[bytes]]:
-    """Start a process in a session of its own, stderr to its log, stdout to run/<name>.out, and record it."""
+def spawn(
+    home: Home, name: str, role: str, command: Sequence[str], cores: Set[int] = frozenset()
+) -> tuple[Record, subprocess.Popen[bytes]]:
+    """Start a process in a session of its own, stderr to its log, stdout to run/<name>.out, and record it.
+
+    It runs on `cores` unless there are none; what it starts may pin itself elsewhere.
+    """
     log = home.log(name)
     environment = {k: v for k, v in os.environ.items() if k not in _ONE_PROCESS}
     environment |= {MARK: str(home.root), "PYTHONUNBUFFERED": "1"}
@@ -96,6 +101,8 @@ def spawn(home: Home, name: str, role: str, command: Sequence[str]) -> tuple[Rec
             env=environment,
             cwd=project_root(),
         )
+    if cores:
+        os.sched_setaffinity(process.pid, cores)
     record = Record(name, role, process.pid, _start_time(process.pid), list(command), str(log))
     record.save(home)
     return record, process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import asdict, dataclass, fields
 
 from baton.cli.ports import HOST
@@ -74,6 +74,22 @@ def service_specs(options: Options, model: str, etcd: str) -> list[Spec]:
     flags += ["--linger-s", "0"]  # no balancer looks
     specs.append(Spec("frontend", "frontend", tuple(service("frontend", *flags))))
     return specs
+
+
+def shared_cores(options: Options, there: Set[int]) -> frozenset[int]:
+    """Where everything but the engines runs, of the cores that are `there`; empty: wherever the kernel likes.
+
+    Off the decode engines' cores, when prefill engines are pinned to others: a stream feels whatever else its engine's
+    core does, a prompt hardly. Measured with one prefill and one decode on two cores (`baton bench pd`): ITL p99 48 ms
+    and 57 without, time to the first token 5 % more.
+    """
+    if not options.cores:
+        return frozenset()
+    pinned = [options.cores[n % len(options.cores)] for n in range(options.prefill + options.decode + options.merged)]
+    streaming = set(pinned[options.prefill :])
+    if not set(pinned[: options.prefill]) - streaming:
+        return frozenset()
+    return frozenset(there) - streaming
 
 
 def _cores(cores: tuple[int, ...]) -> Iterator[list[str]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ from baton.cli.fetch import find_etcd, find_model
 from baton.cli.home import Home
 from baton.cli.ports import HOST, free_port, need_free
 from baton.cli.process import Record, children_of, end, marked, process_of, ready_line, records, spawn, tail
-from baton.cli.stack import Options, Spec, etcd_spec, service_specs
+from baton.cli.stack import Options, Spec, etcd_spec, service_specs, shared_cores
 
 READY_S = 300.0
 """How long one process may take to be ready, and then the whole to answer."""
@@ -66,13 +67,14 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
         progress.step("model", "ready")
         children: list[_Child] = []
         try:
-            etcd = _etcd(home, options, alive, children, progress)
+            cores = shared_cores(options, os.sched_getaffinity(0))
+            etcd = _etcd(home, options, alive, children, progress, cores)
             specs = service_specs(options, str(model), f"{HOST}:{etcd}")
             for spec in specs:
                 if spec.name in alive:
                     progress.step(spec.name, "ready")
                 else:
-                    children.append(_start(home, spec, progress))
+                    children.append(_start(home, spec, progress, cores))
             (home.run / "up.json").write_text(json.dumps(asdict(options)))
             _wait_ready(home, [child for child in children if child.record.role != "etcd"], progress)
             url = _url(home)
@@ -125,7 +127,14 @@ def _same_options(home: Home, options: Options, anything: bool) -> None:
         raise CliError(f"already running with other options ({'; '.join(changed)})", "run `baton down` first")
 
 
-def _etcd(home: Home, options: Options, alive: dict[str, Record], children: list[_Child], progress: Progress) -> int:
+def _etcd(
+    home: Home,
+    options: Options,
+    alive: dict[str, Record],
+    children: list[_Child],
+    progress: Progress,
+    cores: Set[int],
+) -> int:
     """The port of a healthy etcd of ours; started when there is none."""
     if "etcd" in alive:
         progress.step("etcd", "ready")
@@ -137,7 +146,7 @@ def _etcd(home: Home, options: Options, alive: dict[str, Record], children: list
     if not alive:
         shutil.rmtree(home.etcd, ignore_errors=True)  # whoever an earlier run registered is gone
     binary = find_etcd(home, lambda text: progress.step("etcd", text))
-    child = _start(home, etcd_spec(binary, str(home.etcd), port, free_port()), progress)
+    child = _start(home, etcd_spec(binary, str(home.etcd), port, free_port()), progress, cores)
     children.append(child)
     child.record.address = f"{HOST}:{port}"
     child.record.save(home)
@@ -152,9 +161,9 @@ def _etcd(home: Home, options: Options, alive: dict[str, Record], children: list
     return port
 
 
-def _start(home: Home, spec: Spec, progress: Progress) -> _Child:
+def _start(home: Home, spec: Spec, progress: Progress, cores: Set[int]) -> _Child:
     progress.step(spec.name, "starting")
-    return _Child(*spawn(home, spec.name, spec.role, spec.command))
+    return _Child(*spawn(home, spec.name, spec.role, spec.command, cores))
 
 
 def _wait_ready(home: Home, children: list[_Child], progress: Progress) -> None:

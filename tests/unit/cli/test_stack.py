@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from baton.cli.stack import STOP_ORDER, Options, etcd_spec, service_specs
+import pytest
+
+from baton.cli.stack import STOP_ORDER, Options, etcd_spec, service_specs, shared_cores
 
 
 def flags(command: tuple[str, ...]) -> dict[str, str]:
@@ -59,3 +61,17 @@ def test_prefill_workers_may_have_a_chunk_size_of_their_own() -> None:
 
     assert chunks(Options(chunk_tokens=64)) == ["64", "64", "64"]
     assert chunks(Options(chunk_tokens=64, prefill_chunk_tokens=256)) == ["256", "64", "64"]
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        (Options(merged=0, cores=(0, 1)), {0, 2, 3}),  # prefill on 0, decode on 1
+        (Options(merged=0, prefill=2, cores=(0, 1, 2)), {0, 1, 3}),
+        (Options(merged=1, cores=(0, 1)), set()),  # core 0 streams too: nothing to keep off for
+        (Options(merged=2, prefill=0, decode=0, cores=(0, 1)), set()),
+        (Options(merged=0), set()),
+    ],
+)
+def test_everything_but_engines_keeps_off_the_cores_of_streams(options: Options, shared: set[int]) -> None:
+    assert shared_cores(options, {0, 1, 2, 3}) == shared
