@@ -167,12 +167,17 @@ class Program:
         return self.torch.frombuffer(raw, dtype=self.pool.dtype)
 
 
-class Refused(Exception):
-    """The storage did not start, and said why."""
+def refusals(etcd: str, *flags: dict[str, Any]) -> list[str]:
+    """Why the storage does not start with each of these flags; "" when it does."""
+    each = [json.dumps({**one, "baton": {"weights": "w" * 32, "etcd": etcd, **one.get("baton", {})}}) for one in flags]
+    command = [sys.executable, "-m", "tests.sglang_rank", *each]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_S)
+    said: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return said
 
 
 class Rank:
-    """A running rank, from the test's side. Raises Refused when its storage does not start."""
+    """A running rank, from the test's side."""
 
     def __init__(self, directory: Path, name: str, etcd: str, **flags: Any) -> None:
         baton = {"weights": "w" * 32, "etcd": etcd, **flags.pop("baton", {})}
@@ -183,9 +188,7 @@ class Rank:
                 command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             )
         try:
-            answer = self._answer()
-            if answer != "ready":
-                raise Refused(answer)
+            assert self._answer() == "ready"
         except BaseException:
             self.stop()
             raise
@@ -238,12 +241,19 @@ class Rank:
         raise AssertionError(f"rank ended:\n{self._log_path.read_text(errors='replace')[-4000:]}")
 
 
-def _main() -> None:
+def _refusal(flags: dict[str, Any]) -> str:
     try:
-        program = Program(json.loads(sys.argv[1]))
+        Program(flags)
     except ValueError as error:
-        print(json.dumps(str(error)), flush=True)
-        os._exit(1)
+        return str(error)
+    return ""
+
+
+def _main() -> None:
+    if len(sys.argv) > 2:
+        print(json.dumps([_refusal(json.loads(flags)) for flags in sys.argv[1:]]), flush=True)
+        os._exit(0)
+    program = Program(json.loads(sys.argv[1]))
     print(json.dumps("ready"), flush=True)
     while line := sys.stdin.readline():
         command, args, named = json.loads(line)
