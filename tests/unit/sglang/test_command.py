@@ -21,6 +21,7 @@ from baton.engine.sglang.launch.pairing import FIELDS
 from baton.engine.sglang.options import Options
 from tests.sglang_wheel import unpacked
 
+ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = Options(weights="w" * 32, etcd="etcd:2379")
 
 
@@ -85,7 +86,7 @@ def test_without_a_store_and_with_flags_of_ones_own() -> None:
 def test_the_extra_config_names_a_class_that_is_there() -> None:
     said = json.loads(extra_config(OPTIONS))
     source = Path(*said["module_path"].split(".")).with_suffix(".py")
-    classes = [n.name for n in ast.parse((Path.cwd() / source).read_text()).body if isinstance(n, ast.ClassDef)]
+    classes = [n.name for n in ast.parse((ROOT / source).read_text()).body if isinstance(n, ast.ClassDef)]
     assert said["class_name"] in classes
     assert said["interface_v1"] == 1
 

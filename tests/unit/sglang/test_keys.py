@@ -23,9 +23,7 @@ def test_two_instances_share_a_key_only_when_all_is_equal(who: list[tuple[str, s
 
 def test_parts_cannot_run_together() -> None:
     names = ["", "1", "11", "a1"]
-    made = {
-        PageKeys(w, t, f, tp, pp).key("x") for w, t, f, tp, pp in product(names, names, names, (1, 11), (1, 11))
-    }
+    made = {PageKeys(w, t, f, tp, pp).key("x") for w, t, f, tp, pp in product(names, names, names, (1, 11), (1, 11))}
     assert len(made) == len(names) ** 3 * 4
 
 

@@ -14,7 +14,7 @@ METHODS = ("get_page_buffer_meta", "get_data_page", "set_from_flat_data_page", "
 LAYERS, HEADS, DIM, SIZE, COUNT = 3, 2, 8, 32, 5
 
 
-def pool(layout: str, **changes: Any) -> Any:
+def pool(layout: str, /, **changes: Any) -> Any:
     """A pool whose bytes all differ from their neighbours."""
     made = type("Pool", (), host_pool_methods(*METHODS))()
     made.layout, made.page_size, made.device, made.pin_memory = layout, SIZE, "cpu", False

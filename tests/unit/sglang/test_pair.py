@@ -86,7 +86,7 @@ async def serving(app: Any) -> AsyncIterator[str]:
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, port=port, lifespan="off", log_level="error"))
     task = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way
         await asyncio.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{port}"

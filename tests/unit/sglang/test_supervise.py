@@ -38,7 +38,8 @@ def started(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
     """The children, once there are so many."""
     end = time.monotonic() + HANG_S
     while len(found := psutil.Process(process.pid).children()) < count:
-        assert time.monotonic() < end and process.poll() is None
+        assert time.monotonic() < end
+        assert process.poll() is None
         time.sleep(0.05)
     return found
 
