@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,15 @@ import typer
 
 from baton.cli.errors import CliError
 from baton.cli.ports import free_port
-from baton.engine.sglang.launch.command import Join, Mode, Server, join_command, pair_command, server_command
+from baton.engine.sglang.launch.command import (
+    Join,
+    Mode,
+    Server,
+    join_command,
+    pair_command,
+    server_command,
+    weights_as_run,
+)
 from baton.engine.sglang.launch.supervise import Child, Supervisor
 from baton.engine.sglang.options import Options
 from baton.kv.keys import BLOCK_SIZE
@@ -57,7 +66,7 @@ def merged(
 
     Example: `baton sglang merged --model ~/models/Qwen3-8B --served-name qwen3-8b --mem-fraction-static 0.8`
     """
-    storage = None if no_store else _storage(model, etcd, cluster, tenant, host)
+    storage = None if no_store else _storage(model, etcd, cluster, tenant, host, context.args)
     server = Server(
         Mode.MERGED, _directory(model), served_name, host, port, tp, _pages(page_size), storage=storage,
         more=context.args,
@@ -85,7 +94,7 @@ def prefill(
 
     Example: `baton sglang prefill --model ~/models/Qwen3-8B --served-name qwen3-8b --host 10.0.0.5`
     """
-    storage = None if no_store else _storage(model, etcd, cluster, tenant, host)
+    storage = None if no_store else _storage(model, etcd, cluster, tenant, host, context.args)
     server = Server(
         Mode.PREFILL, _directory(model), served_name, host, port, tp, _pages(page_size), bootstrap_port, storage,
         context.args,
@@ -146,9 +155,9 @@ def _pages(page_size: int) -> int:
     return page_size
 
 
-def _storage(model: str, etcd: str, cluster: str, tenant: str, host: str) -> Options:
+def _storage(model: str, etcd: str, cluster: str, tenant: str, host: str, more: Sequence[str]) -> Options:
     try:
-        weights = weights_identity(_directory(model))
+        weights = weights_as_run(weights_identity(_directory(model)), more)
     except ModelError as error:
         raise CliError(f"--model: {error}", "--model takes a directory with *.safetensors") from None
     return Options(weights=weights, etcd=etcd, cluster=cluster, tenant=tenant, host=host)

@@ -66,6 +66,8 @@ class Pages:
         buffer = pool.kv_buffer
         if not hasattr(buffer, "data_ptr") or buffer.dim() != 5 + (pool.layout != "page_first") or buffer.shape[0] != 2:
             raise ValueError(f"{type(pool).__name__}: Baton's store takes pools of K and V of plain attention")
+        if getattr(pool, "target_layer_num", pool.layer_num) != pool.layer_num:
+            raise ValueError("speculative decoding: the pool also holds the draft model's layers, which no key names")
         self.tokens = int(pool.page_size)
         self.address = int(buffer.data_ptr())
         self.size = int(buffer.nbytes)

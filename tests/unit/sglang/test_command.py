@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.sglang.launch.command import (
+    DECIDE_KV,
     Join,
     Mode,
     Server,
@@ -16,6 +17,7 @@ from baton.engine.sglang.launch.command import (
     join_command,
     pair_command,
     server_command,
+    weights_as_run,
 )
 from baton.engine.sglang.launch.pairing import FIELDS
 from baton.engine.sglang.options import Options
@@ -89,6 +91,17 @@ def test_the_extra_config_names_a_class_that_is_there() -> None:
     classes = [n.name for n in ast.parse((ROOT / source).read_text()).body if isinstance(n, ast.ClassDef)]
     assert said["class_name"] in classes
     assert said["interface_v1"] == 1
+
+
+def test_what_makes_other_kv_of_the_same_files_is_another_name() -> None:
+    plain = weights_as_run("w", ["--mem-fraction-static", "0.8"])
+    assert plain == "w"
+    quantised = weights_as_run("w", ["--quantization", "fp8", "--tp", "2"])
+    assert quantised == weights_as_run("w", ["--quantization=fp8"]) != plain
+    assert weights_as_run("w", ["--dtype", "half", "--quantization", "fp8"]) == weights_as_run(
+        "w", ["--quantization", "fp8", "--dtype=half"]
+    )
+    assert set(DECIDE_KV) <= known_flags()
 
 
 def test_joining() -> None:

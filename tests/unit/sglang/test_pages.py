@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.engine.sglang.pages import PAGE_FIRST, Pages, fill, take, views
+from baton.kv.arena import Arena
 from tests.sglang_wheel import host_pool_methods
 
 METHODS = ("get_page_buffer_meta", "get_data_page", "set_from_flat_data_page", "get_dummy_flat_data_page")
@@ -64,10 +65,12 @@ def test_copies_in_and_out_touch_that_page_alone(layout: str) -> None:
 def test_segments_lie_in_the_pool() -> None:
     host = pool("page_first")
     pages = Pages(host)
-    whole = memoryview(host.kv_buffer.view(torch.uint8).numpy()).cast("B")
+    arena = Arena.over(pages.address, pages.size)
     (page,) = pages.of(indices(2))
-    told = b"".join(whole[s.offset : s.offset + s.length] for s in pages.segments(page))
+    told = b"".join(arena.view(s.offset, s.length) for s in pages.segments(page))
     assert told == b"".join(views(page))
+    with pytest.raises(ValueError, match="outside the arena"):
+        arena.view(pages.size, 1)
 
 
 def test_the_layout_says_what_decides_the_bytes() -> None:
@@ -84,6 +87,7 @@ def test_the_layout_says_what_decides_the_bytes() -> None:
     [
         ({"layout": "layer_first"}, "--hicache-mem-layout must be one of page_first, page_first_direct, page_head"),
         ({"page_size": 48}, "--page-size must be a multiple of 32, not 48"),
+        ({"target_layer_num": LAYERS - 1}, "speculative decoding"),
         ({"dtype": torch.uint8}, "--kv-cache-dtype: the pool holds uint8"),
         ({"kv_buffer": torch.zeros(7)}, "pools of K and V of plain attention"),
         ({"kv_buffer": [torch.zeros(7), torch.zeros(7)]}, "pools of K and V of plain attention"),

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from itertools import pairwise
 
 from baton.engine.sglang.options import OURS, Options
 
 STORAGE_MODULE = "baton.engine.sglang.storage"
 STORAGE_CLASS = "BatonStorage"
+DECIDE_KV = ("--dtype", "--quantization", "--json-model-override-args", "--model-loader-extra-config", "--load-format")
+"""Flags by which SGLang computes something else from the same files."""
 
 
 class Mode(Enum):
@@ -76,6 +79,13 @@ def extra_config(options: Options) -> str:
         OURS: asdict(options),
     }
     return json.dumps(said, sort_keys=True)
+
+
+def weights_as_run(identity: str, more: Sequence[str]) -> str:
+    """The weights' name for the store: their identity, and flags that make other KV of the same files."""
+    said = [word for flag in more for word in flag.split("=", 1)]
+    changed = [f"{word}={value}" for word, value in pairwise([*said, ""]) if word in DECIDE_KV]
+    return " ".join([identity, *sorted(changed)])
 
 
 @dataclass(frozen=True)
