@@ -309,7 +309,7 @@ def test_without_a_registry_everything_is_a_miss_until_it_comes(folder: Path) ->
         assert rank.get(names, [2, 3]) == [False, False]
         assert rank.exists(names) == 0
         assert rank.counted("dropped_pages", "STORE_UNAVAILABLE") == 2
-        with late.start():
+        with late:
             store = Store(folder / "late", late.address)
             try:
                 rank.wait_store()
