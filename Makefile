@@ -30,8 +30,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard protos/baton/v1/*.p
 	@$(PIP) install -c constraints.txt -e '.[dev,bench]'
 	@touch $@
 
-deps: venv ## what tests need and a checkout does not carry: the model, an etcd
+deps: venv ## what tests need and a checkout does not carry: the model, an etcd, SGLang's interface
 	@$(BIN)/baton fetch
+	@$(BIN)/python -m tests.sglang_wheel
 
 up: venv ## start everything on this machine (ARGS="--http-port 8080 ...")
 	@$(BIN)/baton up $(ARGS)

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from baton.cli import kv
+from baton.cli import kv, sglang
 from baton.cli.errors import CliError
 from baton.cli.home import Home, find_home, project_root
 from baton.cli.show import LiveProgress, err, out, seconds, show_error
@@ -50,6 +50,7 @@ app = typer.Typer(
 )
 
 app.add_typer(kv.app, name="kv")
+app.add_typer(sglang.app, name="sglang")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")]
 

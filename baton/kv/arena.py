@@ -49,6 +49,16 @@ class Arena:
         """Map an arena that another process created, by its inherited descriptor."""
         return cls(fd, os.fstat(fd).st_size)
 
+    @classmethod
+    def over(cls, address: int, size: int) -> Arena:
+        """Memory of somebody else's in this process, who keeps it mapped for as long as the process lives. No `fd`."""
+        arena = cls.__new__(cls)
+        arena.fd = -1
+        arena.size = size
+        arena.buffer = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        arena.address = address
+        return arena
+
     def view(self, offset: int, length: int) -> memoryview:
         """`length` bytes from `offset`, writable, no copy. Raises ValueError when outside the arena."""
         if offset < 0 or length < 0 or offset + length > self.size:

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from baton.cli import kv
+from baton.cli import kv, sglang
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.main import app
@@ -22,14 +22,19 @@ COMMANDS = sorted(command.name or command.callback.__name__ for command in app.r
 KV_COMMANDS = sorted(
     command.name or command.callback.__name__ for command in kv.app.registered_commands if command.callback
 )
+SGLANG_COMMANDS = sorted(command.callback.__name__ for command in sglang.app.registered_commands if command.callback)
 
 
 def test_commands_are_the_promised_ones() -> None:
     assert COMMANDS == ["bench", "down", "drain", "explain", "fetch", "logs", "status", "up"]
     assert KV_COMMANDS == ["clear", "ls", "stats", "verify"]
+    assert SGLANG_COMMANDS == ["decode", "merged", "prefill"]
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *(f"kv {name}" for name in KV_COMMANDS)])
+@pytest.mark.parametrize(
+    "command",
+    [*COMMANDS, *(f"kv {name}" for name in KV_COMMANDS), *(f"sglang {name}" for name in SGLANG_COMMANDS)],
+)
 def test_help_teaches(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0
