@@ -79,7 +79,8 @@ async def test_a_registered_worker_is_usable_at_once_and_serving_when_watched(fl
                                prefill_tok_s=800, decode_step_s=0.02))  # fmt: skip
         await fleet.until(lambda: fleet.workers.get("p").load.running == 2)
         fleet.reservations.take("u", 0, {"p": Held(prefill_tokens=30, streams=1, blocks=5)}, 0.0)
-        state = fleet.workers.snapshot(fleet.workers.get("p"), 0.0)
+        known = fleet.workers.get("p")
+        state = fleet.workers.snapshot(known, known.reported_at)
         assert (state.streams, state.queued_tokens) == (4, 100)
         assert (state.blocks_total, state.blocks_free) == (90, 35)
         assert state.prefill_tok_s == 800
@@ -232,7 +233,7 @@ async def test_a_removed_worker_leaves_nothing(fleet: Fleet) -> None:
         worker.say(worker.cache(2, stored=KEYS))
         await fleet.until(lambda: fleet.index.held_by("p") == len(KEYS))
         fleet.reservations.take("u", 0, {"p": Held(prefill_tokens=1)}, 0.0)
-        fleet.speculation.expect("p", [b"k" * 16], 0, 1e9)
+        fleet.speculation.expect("p", b"k" * 16, 0, 1e9)
         fleet.workers.registered("p", None)
         assert list(fleet.workers.of_model("tiny")) == []
         assert not fleet.workers.knows("tiny")
