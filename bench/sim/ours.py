@@ -106,7 +106,8 @@ class Ours:
             self._fleet.put(
                 _state(
                     f"decode-{decode.number}", Role.DECODE, streams=decode.streams, max_streams=setting.max_streams,
-                    step_s=setting.step_s + setting.step_stream_s, stream_s=setting.step_stream_s, block_size=world.block, block_bytes=setting.kv_bytes * world.block,
+                    step_s=setting.step_s + setting.step_stream_s, stream_s=setting.step_stream_s,
+                    block_size=world.block, block_bytes=setting.kv_bytes * world.block,
                     unusable="QUARANTINED: down" if decode.down else "",
                 )
             )  # fmt: skip

@@ -3,8 +3,8 @@
 A row is written when its worker changes, never for a request. All roles go through one formula, because an array
 operation over 1,000 numbers takes hardly longer than one over 300; what a role has not is a column of zeros:
 
-    cost = max(0, free - now) + compute + min(beside, compute) + output * (per_output + min(most, max(share, later * freeze)))
-         + stall * freeze
+    cost = max(0, free - now) + compute + min(beside, compute) + stall * freeze
+         + output * (per_output + min(most, max(share, later * freeze)))
     compute = max(freeze, pass_s)
     freeze = token_s * uncached
 
@@ -23,12 +23,12 @@ Floats = NDArray[np.float32]
 """Half as wide as the costs themselves: what it leaves out is below any tie, and a half is sooner gone through."""
 COLUMNS = 9
 FRESH_S = 1000.0
-"""Columns are made anew when a moment is further from their `since`: there the numbers still tell a tenth of a millisecond."""
+"""Columns are made anew for a moment that is further from their `since`: there they still tell 0.1 ms apart."""
 
 
 class Columns:
-    """Numbers of up to `rows` workers, all 0 at first. Moments are kept as seconds after `since`: the narrow numbers are
-    good for about an hour (`FRESH_S`)."""
+    """Numbers of up to `rows` workers, all 0 at first. Moments are kept as seconds after `since`, because narrow
+    numbers have no room for those of a clock (`FRESH_S`)."""
 
     def __init__(self, rows: int, parameters: Parameters, since: float = 0.0) -> None:
         self._rows = rows
@@ -45,6 +45,7 @@ class Columns:
         self._uncached_cells = memoryview(self._uncached)
         self._freeze = np.zeros(rows, np.float32)
         self._of_output = np.zeros(rows, np.float32)
+        self._zeros = np.zeros(rows, np.float32)  # a number among the operands costs more than a column of it
 
     def put(self, row: int, state: WorkerState) -> None:
         """Write the numbers of `state`."""
@@ -62,9 +63,9 @@ class Columns:
         loads: list[tuple[slice, float, float]],
         now: float,
     ) -> None:
-        """Work out `cost` of every row at `now`. `cached` are those that hold some of the prompt: (row, tokens). Of each of
-        `loads`, the rows may load the prompt up to its last `rest` tokens at `token_s` seconds for each that they lack:
-        (rows, rest, token_s)."""
+        """Work out `cost` of every row at `now`. `cached` are those that hold some of the prompt: (row, tokens). Of
+        each of `loads`, the rows may load the prompt up to its last `rest` tokens at `token_s` seconds for each that
+        they lack: (rows, rest, token_s)."""
         cost, freeze, of_output, uncached = self.cost, self._freeze, self._of_output, self._uncached
         uncached.fill(prompt_tokens)
         cells = self._uncached_cells
@@ -77,7 +78,7 @@ class Columns:
         if self._neighbours:
             np.add(cost, np.minimum(cost, self._beside), cost)
         np.subtract(self._free, now - self.since, of_output)
-        np.maximum(of_output, 0.0, out=of_output)
+        np.maximum(of_output, self._zeros, out=of_output)
         np.add(cost, of_output, cost)
         np.multiply(freeze, self._later, of_output)
         np.maximum(of_output, self._share, out=of_output)
@@ -98,9 +99,9 @@ class Columns:
 
 
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:
-    """A row, in the order of the columns. `free` is when its queue is done, `per_output` what one output token waits for the batch and the queue, and
-    on a decode worker for later prompts; `share` what it waits for those on a merged one, as far as measured, and
-    `later` what it is assumed to, for each second of freezing."""
+    """A row, in the order of the columns. `free` is when its queue is done; `per_output` is what one output token waits
+    for the batch and the queue, and on a decode worker for later prompts; `share` what it waits for those on a merged
+    one, as far as measured, and `later` what it is assumed to, for each second of freezing."""
     free = state.as_of - since + state.queued_tokens / state.prefill_tok_s
     beside = state.beside_queue_s
     if state.role is Role.PREFILL:

@@ -44,8 +44,8 @@ class WorkerState:
     prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
     of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
     others there have to do (devices.py). `step_s` is what a decode step of one stream takes, `stream_s` what each other
-    stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in seconds on the clock of `Ask.now`; since then the
-    worker computes them.
+    stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in seconds on the clock of `Ask.now`; since then
+    the worker computes them.
     """
 
     id: str

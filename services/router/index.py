@@ -127,8 +127,8 @@ class PrefixIndex:
         return self.look_up(keys).workers
 
     def look_up(self, keys: bytes) -> Found:
-        """For each source that holds the first of `keys`: its run from there on, in one walk over them. They lie side by
-        side, `KEY_BYTES` each. Raises ValueError when the last is shorter."""
+        """For each source that holds the first of `keys`: its run from there on, in one walk over them. They lie side
+        by side, `KEY_BYTES` each. Raises ValueError when the last is shorter."""
         found = Found({}, {})
         for depth, mask in self._places.runs(keys):
             for name in self._places.names(mask):

@@ -185,9 +185,7 @@ def _cross(
     return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
 
 
-def _with_load(
-    without: Terms, cost: Callable[[Load], Terms], options: Sequence[Load]
-) -> tuple[Terms, Load | None]:
+def _with_load(without: Terms, cost: Callable[[Load], Terms], options: Sequence[Load]) -> tuple[Terms, Load | None]:
     """The terms without a load, or with the one that makes the sum the smallest."""
     best, chosen = without, None
     for load in options:

@@ -1,8 +1,8 @@
 """The few workers worth costing exactly, out of thousands.
 
 A role and layout of up to `whole` workers is costed whole; of a larger one the two best prefills (a plan names an
-alternate) or the best worker that streams, and the decode worker with the longest hit. Who they are is found over columns
-of numbers (columns.py); the exact terms of the few are policy.py's.
+alternate) or the best worker that streams, and the decode worker with the longest hit. Who they are is found over
+columns of numbers (columns.py); the exact terms of the few are policy.py's.
 
 Ties: a noise below `tie_s` is added, another one for each request, so that equal workers take turns.
 """
@@ -40,11 +40,7 @@ class _Group:
 
     def is_of(self, state: WorkerState) -> bool:
         """Whether `state` belongs here."""
-        return (
-            self.role is state.role
-            and self.fingerprint == state.fingerprint
-            and self.block_size == state.block_size
-        )
+        return self.role is state.role and self.fingerprint == state.fingerprint and self.block_size == state.block_size
 
     def load(self, ask: Ask, load_time: LoadTime) -> tuple[slice, float, float] | None:
         """Where the longest run ends that a store has for this layout, and what a token of it takes to load, on the

@@ -19,7 +19,6 @@ from operator import attrgetter
 from baton.kv.keys import KEY_BYTES, split_keys
 from services.router.index import PrefixIndex
 
-
 FEW = 4
 """Holders of a prefix whose expectations may be fewer than its keys: then they are gone through, not the keys."""
 

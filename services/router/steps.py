@@ -3,8 +3,8 @@
     step(streams) = lone_s + stream_s * (streams - 1)
 
 A load report tells the streams of the moment and the average of the last steps. An average lags, so the same is made of
-the streams before the two are put together: averages of both lie on the line wherever the line is straight. The slope is
-that of least squares, drawn towards a full batch that takes twice as long as a lone stream (what is assumed before
+the streams before the two are put together: averages of both lie on the line wherever the line is straight. The slope
+is that of least squares, drawn towards a full batch that takes twice as long as a lone stream (what is assumed before
 anything is known) as by `PRIOR` points one stream away. What was learnt fades, the slope back to what is assumed; the
 height stays as it was last seen.
 """

@@ -55,8 +55,9 @@ class WatchLostError(Exception):
 
 @dataclass
 class Known:
-    """One worker. `load` is its last report, of `reported_at`; `watched` is whether its stream stands; `target` is it in plans, and
-    `reported` it as the policy sees it without reservations, None when something of it has changed since."""
+    """One worker. `load` is its last report, of `reported_at`; `watched` is whether its stream stands; `target` is it
+    in plans, and `reported` it as the policy sees it without reservations, None when something of it has changed
+    since."""
 
     worker: registry_pb2.Worker
     load: worker_pb2.Load = field(default_factory=worker_pb2.Load)

@@ -135,9 +135,7 @@ def test_stall_counts_every_frozen_stream_and_the_assumed_one() -> None:
     eight = own_cost(worker(Role.DECODE, streams=8), ask(500), P).stall
     assert idle == pytest.approx(1.0)
     assert eight == pytest.approx(9.0)
-    assert own_cost(worker(Role.DECODE, streams=8), ask(500), Parameters(stall_weight=0.5)).stall == pytest.approx(
-        4.5
-    )
+    assert own_cost(worker(Role.DECODE, streams=8), ask(500), Parameters(stall_weight=0.5)).stall == pytest.approx(4.5)
 
 
 def test_prefill_is_never_shorter_than_a_step() -> None:

@@ -156,7 +156,7 @@ def test_the_warmest_decode_worker_is_always_among_them() -> None:
 
 
 def test_neighbours_count_whether_they_are_listed_or_not() -> None:
-    """All prefills but one share their core with a merged worker that streams; nobody but the cheapest merged is listed."""
+    """All prefills but one share their core with a merged worker that streams; only the cheapest merged is listed."""
     prefills = [worker(Role.PREFILL, n, device=f"core:{n}") for n in range(20)]
     merged = [worker(Role.MERGED, n, device=f"core:{n}", streams=4) for n in range(20) if n != 7]
     fleet = fleet_of([*prefills, *merged, worker(Role.DECODE)])

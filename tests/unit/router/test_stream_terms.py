@@ -24,15 +24,15 @@ def test_interference_is_the_measured_share_or_what_prompts_like_this_will_take(
     for share in (0.0, 0.04):
         terms = own_cost(worker(Role.MERGED, prefill_share=share), ask(50), P)
         assert terms.interference == pytest.approx(DECODE_S * assumed)
-    assert own_cost(worker(Role.MERGED, prefill_share=0.06), ask(50), P).interference == pytest.approx(
-        DECODE_S * 0.06
-    )
+    assert own_cost(worker(Role.MERGED, prefill_share=0.06), ask(50), P).interference == pytest.approx(DECODE_S * 0.06)
     assert own_cost(worker(Role.MERGED), ask(2000), P).interference == pytest.approx(DECODE_S), "all of the time"
 
 
 def test_a_pair_suffers_only_what_was_measured_on_its_decode() -> None:
     def interference(share: float) -> float:
-        return pair_cost(worker(Role.PREFILL), worker(Role.DECODE, prefill_share=share), ask(2000), rate, P).interference
+        return pair_cost(
+            worker(Role.PREFILL), worker(Role.DECODE, prefill_share=share), ask(2000), rate, P
+        ).interference
 
     assert interference(0.0) == 0.0
     assert interference(0.25) == pytest.approx(DECODE_S * 0.25)
