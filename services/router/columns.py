@@ -14,6 +14,9 @@ lies in arrays that are used again for the next request: fresh memory would cost
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,14 +38,14 @@ class Columns:
         self.since = since
         self._parameters = parameters
         table = np.zeros((COLUMNS, rows), np.float32)
-        self._cells = memoryview(table.reshape(-1))  # one cell is written sooner through this than through an array
+        self._cells = _cells(table.reshape(-1))
         self._free, self._token_s, self._pass_s, self._per_output = table[:4]
         self._later, self._share, self._most, self._stall, self._beside = table[4:]
         self._neighbours = False
         self.cost = np.zeros(rows, np.float32)
         """Seconds, by row: what `price` found last."""
         self._uncached = np.zeros(rows, np.float32)
-        self._uncached_cells = memoryview(self._uncached)
+        self._uncached_cells = _cells(self._uncached)
         self._freeze = np.zeros(rows, np.float32)
         self._of_output = np.zeros(rows, np.float32)
         self._zeros = np.zeros(rows, np.float32)  # a number among the operands costs more than a column of it
@@ -96,6 +99,11 @@ class Columns:
         loading = np.maximum(computing, self._pass_s[rows]) + token_s * np.maximum(0.0, uncached - rest)
         freeze[:] = np.where(loading < cost, np.minimum(computing, freeze), freeze)
         np.minimum(cost, loading, out=cost)
+
+
+def _cells(array: Floats) -> MutableSequence[float]:
+    """The same memory: one number is written sooner through this than through an array."""
+    return cast("MutableSequence[float]", array.data)
 
 
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:
