@@ -78,7 +78,9 @@ class Bench:
         reservations, rates, shares, loads = Reservations(), Rates(), PrefillShare(), LoadRates()
         background, metrics = Background("bench"), RouterMetrics(CollectorRegistry())
         speculation = Speculation(self.index)
-        self.workers = StillWorkers(background, self.index, reservations, rates, shares, Quarantine(), speculation)
+        self.workers = StillWorkers(
+            background, self.index, reservations, rates, shares, Quarantine(), speculation, Parameters()
+        )
         stores = Stores(background, self.index, loads, Quarantine())
         prefetcher = Prefetcher(background, Channels(), metrics.prefetches)
         self.service = RouterService(
@@ -130,7 +132,7 @@ class Bench:
         keys += [self.random.randbytes(16) for _ in range(length - known)]
         tokens = 32 * length + self.random.randrange(32)
         return router_pb2.RouteRequest(
-            uid=f"q{number:08x}", model=MODEL, prompt_tokens=tokens, max_tokens=512, keys=keys
+            uid=f"q{number:08x}", model=MODEL, prompt_tokens=tokens, max_tokens=512, packed_keys=b"".join(keys)
         )
 
 

@@ -51,6 +51,11 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     return _digest(parent + _le_u32(tokens))
 
 
+def split_keys(packed: bytes) -> list[bytes]:
+    """The keys that lie side by side in `packed`, as they travel in one field."""
+    return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
+
+
 def block_keys(root: bytes, tokens: Sequence[int], block_size: int = BLOCK_SIZE) -> list[bytes]:
     """Keys of every *full* block of `tokens`, in order; `len(tokens) // block_size` of them.
 

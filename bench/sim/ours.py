@@ -34,7 +34,7 @@ class Ours:
         self._ttft_slo_s = ttft_slo_s
         self._index = PrefixIndex(1 << 40)
         self._speculation = Speculation(self._index, max_keys=1 << 40)
-        self._fleet = Fleet()
+        self._fleet = Fleet(PARAMETERS)
         self._seqs: dict[int, int] = {}
         self._reported: dict[int, float] = {}
         self._placed = 0
@@ -54,7 +54,7 @@ class Ours:
             _state(
                 _prefill(node), Role.PREFILL, queued_tokens=state.backlog(world.now) * rate, prefill_tok_s=rate,
                 block_size=world.block, block_bytes=world.setting.kv_bytes * world.block,
-                unusable="QUARANTINED: down" if state.down else "",
+                unusable="QUARANTINED: down" if state.down else "", as_of=world.now,
             )
         )  # fmt: skip
 
@@ -63,26 +63,26 @@ class Ours:
         self._report(world)
         self._speculation.expire(world.now)
         self._placed += 1
-        keys = job.request.keys
+        keys = b"".join(job.request.keys)
         found = self._index.prefix(keys)
         held = dict(found)  # what can be loaded now: nothing that is only expected
         self._speculation.extend(found, keys)
         ask = Ask(
             uid=str(self._placed), prompt_tokens=job.prompt, output_tokens=128.0, strict=True,
             hits={id: blocks * world.block for id, blocks in found.items()}, ttft_slo_s=self._ttft_slo_s,
-            stored=self._stored(world, held),
+            stored=self._stored(world, held), now=world.now,
         )  # fmt: skip
         rate = world.setting.link_bytes_s
 
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
             return size / rate
 
-        states = self._fleet.shortlist(ask, PARAMETERS, load_time)
+        states = self._fleet.shortlist(ask, load_time)
         choice = choose(candidates(states, ask, lambda p, d: rate, PARAMETERS, load_time=load_time), ask, PARAMETERS)
         if not isinstance(choice, Choice) or choice.winner.prefill is None:
             return None
         chosen, terms, load = choice.winner.prefill.id, choice.winner.terms, choice.winner.load
-        until = world.now + terms["queue"] + terms["load"] + terms["prefill"] + EXPECT_S
+        until = world.now + terms.queue + terms.load + terms.prefill + EXPECT_S
         self._speculation.expect(chosen, keys, found.get(chosen, 0), until)
         decode = _number(choice.winner.worker.id) if world.decodes else -1
         return Placement(_number(chosen), decode, _number(load.store) if load else -1)
@@ -106,7 +106,8 @@ class Ours:
             self._fleet.put(
                 _state(
                     f"decode-{decode.number}", Role.DECODE, streams=decode.streams, max_streams=setting.max_streams,
-                    step_s=decode.step_s, block_size=world.block, block_bytes=setting.kv_bytes * world.block,
+                    step_s=setting.step_s + setting.step_stream_s, stream_s=setting.step_stream_s,
+                    block_size=world.block, block_bytes=setting.kv_bytes * world.block,
                     unusable="QUARANTINED: down" if decode.down else "",
                 )
             )  # fmt: skip
@@ -131,12 +132,14 @@ def _state(
     streams: int = 0,
     max_streams: int = 1 << 30,
     step_s: float = 0.001,
+    stream_s: float = 0.0,
     block_size: int = 1,
     block_bytes: int = 0,
     unusable: str = "",
+    as_of: float = 0.0,
 ) -> WorkerState:
     return WorkerState(
         id=id, role=role, fingerprint="sim", block_size=block_size, block_bytes=block_bytes, max_context=0,
         max_streams=max_streams, streams=streams, queued_tokens=queued_tokens, blocks_total=0, blocks_free=0,
-        prefill_tok_s=prefill_tok_s, step_s=step_s, unusable=unusable,
+        prefill_tok_s=prefill_tok_s, step_s=step_s, stream_s=stream_s, unusable=unusable, as_of=as_of,
     )  # fmt: skip

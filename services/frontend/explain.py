@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from baton.kv.keys import KEY_BYTES
 from baton.v1 import router_pb2, worker_pb2
 from services.frontend.request import Backend, Work
 
@@ -22,7 +23,7 @@ async def explain(backend: Backend, work: Work) -> dict[str, Any]:
         model=backend.card.model,
         prompt_tokens=len(work.prompt.ids),
         max_tokens=work.sampling.max_tokens,
-        keys=work.prompt.keys,
+        packed_keys=b"".join(work.prompt.keys),
         deadline=min(work.deadline, time.time() + ANSWER_S),
         fallback=backend.fallback,
         merged_only=work.merged_only,
@@ -36,7 +37,7 @@ def told(request: router_pb2.RouteRequest, reply: router_pb2.ExplainReply) -> di
         "object": "baton.explanation",
         "prompt_tokens": request.prompt_tokens,
         "max_tokens": request.max_tokens,
-        "blocks": len(request.keys),
+        "blocks": len(request.packed_keys) // KEY_BYTES,
         "summary": _summary(reply),
         "candidates": _candidates(reply.candidates),
     }

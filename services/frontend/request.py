@@ -421,7 +421,7 @@ class Generation:
             model=self._backend.card.model,
             prompt_tokens=len(work.prompt.ids) + len(emitted),
             max_tokens=max(0, work.sampling.max_tokens - len(emitted)),
-            keys=self._backend.prompts.extended(work.prompt, emitted),
+            packed_keys=b"".join(self._backend.prompts.extended(work.prompt, emitted)),
             deadline=work.deadline,
             exclude=sorted(self._exclude),
             fallback=self._backend.fallback,

@@ -43,7 +43,9 @@ class WorkerState:
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
     prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
     of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
-    others there have to do (devices.py).
+    others there have to do (devices.py). `step_s` is what a decode step of one stream takes, `stream_s` what each other
+    stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in seconds on the clock of `Ask.now`; since then
+    the worker computes them.
     """
 
     id: str
@@ -59,14 +61,17 @@ class WorkerState:
     blocks_free: int
     prefill_tok_s: float
     step_s: float
+    stream_s: float = 0.0
     prefill_share: float = 0.0
     unusable: str = ""
     device: str = ""
     beside_streams: int = 0
     beside_queue_s: float = 0.0
+    as_of: float = 0.0
 
-    def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float) -> WorkerState:
-        """The same worker with so much more promised to it."""
+    def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float, now: float) -> WorkerState:
+        """The same worker at `now`, with so much more promised to it."""
+        queued = self.queued_tokens - (now - self.as_of) * self.prefill_tok_s
         return WorkerState(
             self.id,
             self.role,
@@ -76,14 +81,16 @@ class WorkerState:
             self.max_context,
             self.max_streams,
             self.streams + streams,
-            self.queued_tokens + tokens,
+            (queued if queued > 0.0 else 0.0) + tokens,
             self.blocks_total,
             self.blocks_free - blocks,
             self.prefill_tok_s,
             self.step_s,
+            self.stream_s,
             prefill_share,
             self.unusable,
             self.device,
+            as_of=now,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -96,7 +103,7 @@ class Ask:
     """What is to be routed; never changed once made (not frozen, as WorkerState is not).
 
     `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by worker id, `stored` what
-    stores hold of the prompt.
+    stores hold of the prompt; `now` is when, on the clock of `WorkerState.as_of`.
     """
 
     uid: str
@@ -108,6 +115,7 @@ class Ask:
     strict: bool = False
     ttft_slo_s: float = 0.0
     stored: Sequence[StoredRun] = ()
+    now: float = 0.0
 
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
@@ -147,45 +155,88 @@ def worthwhile_loads(
 def prefill_seconds(worker: WorkerState, tokens: float, pass_s: float | None = None) -> float:
     """How long `worker` computes `tokens` of a prompt: at its rate, and never less than one forward pass (`pass_s`, or
     the worker's own step)."""
-    return max(tokens / worker.prefill_tok_s, worker.step_s if pass_s is None else pass_s) if tokens > 0 else 0.0
+    if tokens <= 0:
+        return 0.0
+    least, seconds = worker.step_s if pass_s is None else pass_s, tokens / worker.prefill_tok_s
+    return seconds if seconds > least else least
 
 
 def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     """How long a new request waits before `worker` starts it: prompt tokens ahead, then a free stream.
 
     Streams leave one by one: with `max_streams` running for `output * step` seconds each, one ends every
-    `output * step / max_streams` seconds.
+    `output * step / max_streams` seconds. The step is that of a full batch.
     """
-    tokens_ahead = worker.queued_tokens / worker.prefill_tok_s
+    tokens_ahead = worker.queued_tokens / worker.prefill_tok_s - (ask.now - worker.as_of)
+    if tokens_ahead < 0.0:
+        tokens_ahead = 0.0
     excess = worker.streams + 1 - worker.max_streams
     if worker.role is Role.PREFILL or excess <= 0:
         return tokens_ahead
-    return tokens_ahead + excess * ask.output_tokens * worker.step_s / worker.max_streams
+    step_s = worker.step_s + worker.stream_s * (worker.max_streams - 1)
+    return tokens_ahead + excess * ask.output_tokens * step_s / worker.max_streams
 
 
 def shared_seconds(worker: WorkerState, compute_s: float) -> float:
     """How much longer a prompt takes beside others on the same device: each gets its share, so it takes twice as long
     while they have prompts, too."""
-    return min(worker.beside_queue_s, compute_s)
+    beside = worker.beside_queue_s
+    return beside if beside < compute_s else compute_s
 
 
-def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load | None = None) -> dict[str, float]:
+@dataclass(slots=True)
+class Terms:
+    """What a candidate costs, in seconds by what they are for (README.md); never changed once made."""
+
+    queue: float
+    prefill: float
+    load: float
+    transfer: float
+    stall: float
+    batch: float
+    interference: float
+
+    @property
+    def total(self) -> float:
+        """The cost."""
+        return self.ttft + self.stall + self.batch + self.interference
+
+    @property
+    def ttft(self) -> float:
+        """Predicted seconds to the first token: the terms that this request itself waits for."""
+        return self.queue + self.prefill + self.load + self.transfer
+
+    def by_name(self) -> dict[str, float]:
+        """The terms, as people are told them."""
+        return {
+            "queue": self.queue,
+            "prefill": self.prefill,
+            "load": self.load,
+            "transfer": self.transfer,
+            "stall": self.stall,
+            "batch": self.batch,
+            "interference": self.interference,
+        }
+
+
+def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load | None = None) -> Terms:
     """Terms of a worker that computes the prompt and streams: merged, or local on a decode worker. What it loads from a
     store it need not compute."""
     uncached = ask.prompt_tokens - (load.tokens if load else ask.cached(worker))
     freeze_s = uncached / worker.prefill_tok_s
-    decode_s = ask.output_tokens * worker.step_s
     streams = worker.streams + worker.beside_streams
+    batch = ask.output_tokens * worker.stream_s * streams
     compute = prefill_seconds(worker, uncached)
-    return {
-        "queue": queue_seconds(worker, ask) + shared_seconds(worker, compute),
-        "prefill": compute,
-        "load": load.seconds if load else 0.0,
-        "transfer": 0.0,
-        "stall": freeze_s * (streams + parameters.assumed_streams) * parameters.stall_weight,
-        "batch": decode_s * streams / worker.max_streams,
-        "interference": decode_s * min(1.0, max(worker.prefill_share, parameters.assumed_arrivals_s * freeze_s)),
-    }
+    return Terms(
+        queue_seconds(worker, ask) + shared_seconds(worker, compute),
+        compute,
+        load.seconds if load else 0.0,
+        0.0,
+        freeze_s * (streams + parameters.assumed_streams) * parameters.stall_weight,
+        batch,
+        (ask.output_tokens * worker.step_s + batch)
+        * min(1.0, max(worker.prefill_share, parameters.assumed_arrivals_s * freeze_s)),
+    )
 
 
 def pair_pass_s(prefill: WorkerState, decode: WorkerState) -> float:
@@ -201,7 +252,7 @@ def pair_cost(
     transfer_rate: TransferRate,
     parameters: Parameters,
     load: Load | None = None,
-) -> dict[str, float]:
+) -> Terms:
     """Terms of a hand-over. The decode worker's own queue passes while the prefill loads and computes: the rest of it
     counts."""
     there = load.tokens if load else ask.cached(prefill)
@@ -210,26 +261,28 @@ def pair_cost(
     compute = prefill_seconds(prefill, uncached, pair_pass_s(prefill, decode))
     ahead = queue_seconds(prefill, ask) + shared_seconds(prefill, compute)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
-    decode_s = ask.output_tokens * decode.step_s
-    return {
-        "queue": ahead + max(0.0, queue_seconds(decode, ask) - ahead - load_s - compute),
-        "prefill": compute,
-        "load": load_s,
-        "transfer": parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
-        "stall": uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight,
-        "batch": decode_s * (decode.streams + decode.beside_streams) / decode.max_streams,
-        "interference": decode_s * min(1.0, decode.prefill_share),
-    }
+    batch = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
+    return Terms(
+        ahead + max(0.0, queue_seconds(decode, ask) - ahead - load_s - compute),
+        compute,
+        load_s,
+        parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
+        uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight,
+        batch,
+        (ask.output_tokens * decode.step_s + batch) * min(1.0, decode.prefill_share),
+    )
 
 
-def prefill_side(prefill: WorkerState, ask: Ask) -> float:
+def prefill_side(prefill: WorkerState, ask: Ask, parameters: Parameters) -> float:
     """What a pair's cost takes from its prefill, whatever the decode worker."""
-    return queue_seconds(prefill, ask) + prefill_seconds(prefill, ask.prompt_tokens - ask.cached(prefill))
+    uncached = ask.prompt_tokens - ask.cached(prefill)
+    compute = prefill_seconds(prefill, uncached)
+    stall = uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight
+    return queue_seconds(prefill, ask) + shared_seconds(prefill, compute) + compute + stall
 
 
 def decode_side(decode: WorkerState, ask: Ask) -> float:
     """What a pair's cost takes from its decode worker, whatever the prefill; transfer aside."""
-    decode_s = ask.output_tokens * decode.step_s
-    return queue_seconds(decode, ask) + decode_s * (
-        decode.streams / decode.max_streams + min(1.0, decode.prefill_share)
-    )
+    batch = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
+    interference = (ask.output_tokens * decode.step_s + batch) * min(1.0, decode.prefill_share)
+    return queue_seconds(decode, ask) + batch + interference

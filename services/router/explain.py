@@ -35,7 +35,7 @@ def put_plan(
     plan.reasons.extend(choice.reasons)
     plan.local_is_cheapest = choice.local_is_cheapest
     predicted = plan.predicted_ms
-    for name, seconds in winner.terms.items():
+    for name, seconds in winner.terms.by_name().items():
         predicted[name] = seconds * 1e3
     predicted["ttft"] = winner.ttft * 1e3
     if store is not None and winner.load is not None:
@@ -59,7 +59,7 @@ def candidate(item: Candidate, chosen: Candidate | None, transport: str) -> rout
         mode=_MODES[item.mode],
         worker=item.worker.id,
         prefill=item.prefill.id if item.prefill else "",
-        terms_ms={name: seconds * 1e3 for name, seconds in item.terms.items()},
+        terms_ms={name: seconds * 1e3 for name, seconds in item.terms.by_name().items()},
         total_ms=item.total * 1e3,
         cached_tokens=item.cached_tokens,
         chosen=item is chosen,

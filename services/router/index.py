@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.kv.keys import KEY_BYTES, split_keys
 from services.router.places import Places
 
 TIERS = ("device", "host", "nvme")
@@ -121,19 +122,19 @@ class PrefixIndex:
             for bit in (known.bit, *known.tiers.values()):
                 self._places.free_bit(bit)
 
-    def prefix(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """For each worker that holds `keys[0]`: how many keys it holds from the first on without a hole."""
+    def prefix(self, keys: bytes) -> dict[str, int]:
+        """For each worker that holds the first of the packed `keys`: how many it holds from there on without a hole."""
         return self.look_up(keys).workers
 
-    def look_up(self, keys: Sequence[bytes]) -> Found:
-        """For each source that holds `keys[0]`: its run from there on, in one walk over the keys. Raises ValueError
-        when one is not of `KEY_BYTES`."""
+    def look_up(self, keys: bytes) -> Found:
+        """For each source that holds the first of `keys`: its run from there on, in one walk over them. They lie side
+        by side, `KEY_BYTES` each. Raises ValueError when the last is shorter."""
         found = Found({}, {})
         for depth, mask in self._places.runs(keys):
             for name in self._places.names(mask):
                 tiers = self._sources[name].tiers
                 if tiers:
-                    found.stores[name] = self._by_tier(tiers, keys[:depth])
+                    found.stores[name] = self._by_tier(tiers, split_keys(keys[: depth * KEY_BYTES]))
                 else:
                     found.workers[name] = depth
         return found

@@ -45,8 +45,8 @@ async def _serve(process: Process, settings: RouterSettings) -> None:
     registry = process.registry
     index, reservations, rates, shares = PrefixIndex(settings.max_index_keys), Reservations(), Rates(), PrefillShare()
     speculation = Speculation(index)
-    workers = Workers(process.background, index, reservations, rates, shares, Quarantine(), speculation)
     parameters, metrics = Parameters(stall_weight=settings.stall_weight), RouterMetrics(process.collectors)
+    workers = Workers(process.background, index, reservations, rates, shares, Quarantine(), speculation, parameters)
     loads, channels = LoadRates(), Channels()
     process.closing(channels.close)
     stores = Stores(process.background, index, loads, Quarantine())

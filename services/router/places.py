@@ -108,23 +108,22 @@ class Places:
         """Take `bit` from every key."""
         self._take(bit, list(self._held[bit]))
 
-    def runs(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    def runs(self, packed: bytes) -> Iterator[tuple[int, int]]:
         """(depth, mask) in order of depth: the named bits that the first `depth` keys have and the next one has not.
-        Raises ValueError when keys are not of `KEY_BYTES`."""
-        packed = b"".join(keys)
-        if len(packed) != KEY_BYTES * len(keys):
+        `packed` is the keys side by side. Raises ValueError when the last is not of `KEY_BYTES`."""
+        count, rest = divmod(len(packed), KEY_BYTES)
+        if rest:
             raise ValueError(f"a block's key is not of {KEY_BYTES} bytes")
         depth, active = 0, self._named
-        while depth < len(keys):
-            row = self._rows.get(keys[depth])
+        while depth < count:
+            start = depth * KEY_BYTES
+            row = self._rows.get(packed[start : start + KEY_BYTES])
             if row is None:
                 if depth:
                     yield depth, active
                 return
             together = self._together(packed, depth, row)
-            # Only a shortcut for rows that lie alone: there are as many of them as keys when nothing lies together.
-            changes = _changes(self._masks[row : row + together]) if together > 1 else ((0, self._masks[row]),)
-            for offset, mask in changes:
+            for offset, mask in _changes(self._masks[row : row + together]):
                 if not mask:  # a free row still has the bytes of its last key, which may lie elsewhere now
                     together = offset
                     break
@@ -136,8 +135,8 @@ class Places:
                         return
                     active = still
             depth += together
-        if keys:
-            yield len(keys), active
+        if count:
+            yield count, active
 
     def names(self, mask: int) -> list[str]:
         """The names of the bits in `mask`."""
@@ -178,19 +177,17 @@ class Places:
 
     def _together(self, packed: bytes, depth: int, row: int) -> int:
         """How many keys of `packed`, from `depth` on, lie in `row` and those behind it; the first does."""
-        start, at = depth * KEY_BYTES, row * KEY_BYTES
-        second, behind = start + KEY_BYTES, at + KEY_BYTES
-        if packed[second : second + KEY_BYTES] != self._packed[behind : behind + KEY_BYTES]:
+        lies, shift = self._packed.startswith, row * KEY_BYTES - depth * KEY_BYTES
+        known, end = (depth + 1) * KEY_BYTES, min(len(packed), len(self._packed) - shift)
+        if known >= end or not lies(packed[known : known + KEY_BYTES], known + shift):
             return 1
-        low, high = 1, min(len(packed) - start, len(self._packed) - at) // KEY_BYTES
-        while low < high:
-            middle = (low + high + 1) // 2
-            known, end = low * KEY_BYTES, middle * KEY_BYTES
-            if packed[start + known : start + end] == self._packed[at + known : at + end]:
-                low = middle
+        while known < end:  # the keys up to `known` do, those from `end` on do not
+            middle = (known + end + KEY_BYTES) // 2 // KEY_BYTES * KEY_BYTES
+            if lies(packed[known:middle], known + shift):
+                known = middle
             else:
-                high = middle - 1
-        return low
+                end = middle - KEY_BYTES
+        return known // KEY_BYTES - depth
 
     def _take(self, bit: int, rows: list[int]) -> None:
         masks, equal = self._masks, {bit: 0}
@@ -215,17 +212,17 @@ class Places:
             self.dropped += 1
 
 
-def _changes(masks: list[int]) -> Iterator[tuple[int, int]]:
+def _changes(masks: list[int]) -> list[tuple[int, int]]:
     """(place, mask) of the first and of each that is another one than that before it."""
-    yield 0, masks[0]
-    # Equal ones are mostly one object: counted without a look inside.
-    if masks.count(masks[0]) == len(masks):
-        return
     before = masks[0]
-    for place, mask in enumerate(masks):
-        if mask is not before:
-            before = mask
-            yield place, mask
+    found = [(0, before)]
+    # Equal ones are mostly one object: counted without a look inside.
+    if masks.count(before) != len(masks):
+        for place, mask in enumerate(masks):
+            if mask is not before:
+                before = mask
+                found.append((place, mask))
+    return found
 
 
 def positions(mask: int) -> list[int]:

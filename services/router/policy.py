@@ -8,7 +8,7 @@ Nothing here reads a clock, a socket or a global, so a simulator can drive the s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -19,6 +19,7 @@ from services.router.costs import (
     Ask,
     Parameters,
     Role,
+    Terms,
     TransferRate,
     WorkerState,
     no_loads,
@@ -49,14 +50,14 @@ _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
 class Candidate:
     """One way to run the request; never changed once made.
 
-    `terms` are seconds by name and `total` their sum, the cost; `excluded` is why it may not be taken, or empty. `load`
+    `total` is that of `terms`, the cost; `excluded` is why it may not be taken, or empty. `load`
     is what it takes from a store.
     """
 
     mode: Mode
     worker: WorkerState
     prefill: WorkerState | None
-    terms: Mapping[str, float]
+    terms: Terms
     total: float
     cached_tokens: int
     excluded: str = ""
@@ -65,8 +66,7 @@ class Candidate:
     @property
     def ttft(self) -> float:
         """Predicted seconds to the first token: the terms that this request itself waits for."""
-        terms = self.terms
-        return terms["queue"] + terms["prefill"] + terms["load"] + terms["transfer"]
+        return self.terms.ttft
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ def candidates(
         if ask.stored:
             loads = worthwhile_loads(worker, ask, load_time, parameters)
             terms, load = _with_load(terms, partial(own_cost, worker, ask, parameters), loads)
-        found.append(Candidate(mode, worker, None, terms, sum(terms.values()), ask.cached(worker), why, load))
+        found.append(Candidate(mode, worker, None, terms, terms.total, ask.cached(worker), why, load))
 
     def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
         if not why and prefill.fingerprint != decode.fingerprint:
@@ -146,8 +146,7 @@ def candidates(
         if ask.stored:
             loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
             terms, load = _with_load(terms, partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
-        total, cached = sum(terms.values()), ask.cached(prefill)
-        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, total, cached, why, load)
+        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, terms.total, ask.cached(prefill), why, load)
 
     if exhaustive and (len(prefills) + len(barred_prefills)) * len(decodes) <= MOST_PAIRS:
         everyone = [(p, "") for p in prefills] + barred_prefills
@@ -175,7 +174,9 @@ def _cross(
 ) -> list[Candidate]:
     """Pairs of one layout: the prefill with the cheapest side with every decode worker, then the best decode of these
     with the other prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
-    sides = [prefill_side(prefill, ask) for prefill in prefills]
+    if len(decodes) == 1:
+        return [pair(prefill, decodes[0]) for prefill in prefills]
+    sides = [prefill_side(prefill, ask, parameters) for prefill in prefills]
     least = min(sides)
     equal = [prefill for prefill, side in zip(prefills, sides, strict=True) if side == least]
     first = equal[0] if len(equal) == 1 else min(equal, key=lambda p: _spread(ask.uid, p.id))
@@ -184,14 +185,12 @@ def _cross(
     return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
 
 
-def _with_load(
-    without: dict[str, float], cost: Callable[[Load], dict[str, float]], options: Sequence[Load]
-) -> tuple[dict[str, float], Load | None]:
+def _with_load(without: Terms, cost: Callable[[Load], Terms], options: Sequence[Load]) -> tuple[Terms, Load | None]:
     """The terms without a load, or with the one that makes the sum the smallest."""
     best, chosen = without, None
     for load in options:
         terms = cost(load)
-        if sum(terms.values()) < sum(best.values()):
+        if terms.total < best.total:
             best, chosen = terms, load
     return best, chosen
 
@@ -206,7 +205,7 @@ def _best(options: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Can
     uid: the same for the same request, spread over requests."""
     if len(options) < 2:
         return options[0] if options else None
-    limit = min(option.total for option in options) + parameters.tie_s
+    limit = min([option.total for option in options]) + parameters.tie_s
     tied = [option for option in options if option.total <= limit]
     if len(tied) == 1:
         return tied[0]

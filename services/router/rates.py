@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from services.router.steps import StepLine
+
 DEFAULT_PREFILL_TOK_S = 1000.0
 DEFAULT_STEP_S = 0.03
 DEFAULT_TRANSFER_BYTES_S = 1e9
@@ -17,10 +19,10 @@ DEFAULT_OUTPUT_TOKENS = 128.0
 
 @dataclass
 class Speed:
-    """How fast one worker computes."""
+    """How fast one worker computes prompts, and what its decode steps take."""
 
     prefill_tok_s: float
-    step_s: float
+    steps: StepLine
 
 
 @dataclass
@@ -41,16 +43,20 @@ class Rates:
         self.output_tokens = DEFAULT_OUTPUT_TOKENS
         """Average length of an answer."""
 
-    def register(self, worker: str, prefill_tok_s: float, step_s: float, transfer_bytes_s: float) -> None:
-        """Start values, from a registration; zeros mean unknown. What was learnt already stays."""
-        self._speed.setdefault(worker, Speed(prefill_tok_s or DEFAULT_PREFILL_TOK_S, step_s or DEFAULT_STEP_S))
+    def register(
+        self, worker: str, prefill_tok_s: float, step_s: float, transfer_bytes_s: float, max_streams: int = 1
+    ) -> None:
+        """Start values, from a registration; zeros mean unknown. `step_s` is of one stream. What was learnt already
+        stays."""
+        speed = self._speed.setdefault(worker, _speed(prefill_tok_s, step_s, max_streams))
+        speed.steps.max_streams = max(1, max_streams)
         self._registered_transfer[worker] = transfer_bytes_s or DEFAULT_TRANSFER_BYTES_S
 
-    def reported(self, worker: str, prefill_tok_s: float, step_s: float) -> None:
-        """The worker's own averages, from its load report; zeros mean not yet."""
-        speed = self._speed.setdefault(worker, Speed(DEFAULT_PREFILL_TOK_S, DEFAULT_STEP_S))
+    def reported(self, worker: str, prefill_tok_s: float, step_s: float, running: int, now: float) -> None:
+        """The worker's own averages and its streams of the moment, from its load report; zeros mean not yet."""
+        speed = self._speed.setdefault(worker, _speed())
         speed.prefill_tok_s = prefill_tok_s if prefill_tok_s > 0 else speed.prefill_tok_s
-        speed.step_s = step_s if step_s > 0 else speed.step_s
+        speed.steps.reported(running, step_s, now)
 
     def moved(self, prefill: str, decode: str, moved_bytes: int, seconds: float, transport: str) -> None:
         """A hand-over moved `moved_bytes` in `seconds`. Large ones count for more: the rate is a ratio of averages."""
@@ -71,7 +77,7 @@ class Rates:
 
     def speed(self, worker: str) -> Speed:
         """How fast `worker` computes, as far as known."""
-        return self._speed.get(worker) or Speed(DEFAULT_PREFILL_TOK_S, DEFAULT_STEP_S)
+        return self._speed.get(worker) or _speed()
 
     def transfer(self, prefill: str, decode: str) -> float:
         """Bytes per second from `prefill` to `decode`: measured, else the slower of what the two registered."""
@@ -92,6 +98,11 @@ class Rates:
         self._registered_transfer.pop(worker, None)
         for pair in [pair for pair in self._moved if worker in pair]:
             del self._moved[pair]
+
+
+def _speed(prefill_tok_s: float = 0.0, step_s: float = 0.0, max_streams: int = 1) -> Speed:
+    steps = StepLine(step_s or DEFAULT_STEP_S, max(1, max_streams))
+    return Speed(prefill_tok_s or DEFAULT_PREFILL_TOK_S, steps)
 
 
 class PrefillShare:

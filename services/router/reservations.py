@@ -50,9 +50,10 @@ class Reservations:
         return len(self._open)
 
     def take(self, uid: str, attempt: int, parts: dict[str, Held], now: float) -> None:
-        """Reserve `parts` (by worker id). The same (uid, attempt) again replaces the earlier one."""
+        """Reserve `parts` (by worker id), which are ours from now on. The same (uid, attempt) again replaces the
+        earlier one."""
         self.end(uid, attempt)
-        self._open[uid, attempt] = _Reservation(now + self._ttl_s, dict(parts))
+        self._open[uid, attempt] = _Reservation(now + self._ttl_s, parts)
         self._attempts.setdefault(uid, set()).add(attempt)
         for worker, held in parts.items():
             total = self._totals.get(worker)

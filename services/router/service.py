@@ -8,13 +8,12 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.errors import BatonError, Reason
-from baton.kv.keys import BLOCK_SIZE
+from baton.kv.keys import BLOCK_SIZE, KEY_BYTES, split_keys
 from baton.registry.registry import Registry
 from baton.route import RouteReason
 from baton.rpc.errors import failure
 from baton.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from services.router import costs, explain, policy
-from services.router.devices import with_neighbours
 from services.router.index import PrefixIndex
 from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
@@ -75,7 +74,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The cheapest plan, its load reserved; or the reason why there is none."""
         began = time.perf_counter()
         try:
-            keys = request.keys[:]
+            keys = _keys(request)
             choice, _ = self._decide(request, keys, exhaustive=False)
         except BatonError as error:
             self._metrics.refusals.labels(error.reason.name).inc()
@@ -93,7 +92,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         reply = router_pb2.ExplainReply()
         winner = None
         try:
-            choice, found = self._decide(request, list(request.keys), exhaustive=True)
+            choice, found = self._decide(request, _keys(request), exhaustive=True)
             winner = choice.winner
             self._put_plan(reply.plan, choice, request)
         except _RefusedError as refused:
@@ -163,7 +162,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return sum(self._workers.state(known) == state for known in self._workers.all())
 
     def _decide(
-        self, request: router_pb2.RouteRequest, keys: list[bytes], *, exhaustive: bool
+        self, request: router_pb2.RouteRequest, keys: bytes, *, exhaustive: bool
     ) -> tuple[policy.Choice, list[policy.Candidate]]:
         _check(request)
         now = self._clock()
@@ -172,10 +171,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         fleet = self._workers.fleet(request.model, now)
         if not len(fleet):
             raise self._nobody(request.model)
-        try:
-            hits, stored = self._held(keys, fleet)
-        except ValueError as error:
-            raise BatonError(Reason.INVALID_REQUEST, str(error), param="keys") from None
+        hits, stored = self._held(keys, fleet)
         ask = costs.Ask(
             uid=request.uid,
             prompt_tokens=request.prompt_tokens,
@@ -186,13 +182,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
+            now=now,
         )
 
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
             return self._loads.seconds(store, tier, worker, size, now)
 
-        listed = fleet.all() if exhaustive else fleet.shortlist(ask, self._parameters, load_time)
-        states = with_neighbours(listed)
+        states = fleet.all() if exhaustive else fleet.shortlist(ask, load_time)
         found = policy.candidates(
             states, ask, self._rates.transfer, self._parameters, exhaustive=exhaustive, load_time=load_time
         )
@@ -201,7 +197,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise _RefusedError(choice, found)
         return choice, found
 
-    def _held(self, logical: list[bytes], fleet: Fleet) -> tuple[dict[str, int], list[StoredRun]]:
+    def _held(self, logical: bytes, fleet: Fleet) -> tuple[dict[str, int], list[StoredRun]]:
         """Prefix-hit tokens by worker, those that are on their way included; and what stores hold."""
         hits: dict[str, int] = {}
         stored: list[StoredRun] = []
@@ -219,14 +215,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     hits[worker] = blocks * size
         return hits, stored
 
-    def _prefetch(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
+    def _prefetch(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate) -> None:
         """Let the store begin with what it has to bring up first."""
         load = winner.load
         store = self._stores.usable(load.store) if load is not None else None
         if load is None or store is None or load.tier in QUICK_TIERS:
             return
         size = (winner.prefill or winner.worker).block_size
-        wanted = _physical(keys, size)[winner.cached_tokens // size : load.tokens // size]
+        wanted = split_keys(_physical(keys, size))[winner.cached_tokens // size : load.tokens // size]
         self._prefetcher.hint(store, wanted, request.tenant)
 
     def _transport(self, item: policy.Candidate) -> str:
@@ -242,7 +238,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             return BatonError(Reason.DECODE_UNAVAILABLE, f"no worker for model {model!r} is registered")
         return BatonError(Reason.MODEL_NOT_FOUND, f"no worker serves model {model!r}", param="model")
 
-    def _reserve(self, request: router_pb2.RouteRequest, keys: list[bytes], winner: policy.Candidate) -> None:
+    def _reserve(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate) -> None:
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
@@ -254,7 +250,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             parts[worker.id].prefill_tokens = tokens
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
-        until = now + winner.terms["queue"] + winner.terms["load"] + winner.terms["prefill"] + EXPECT_S
+        until = now + winner.terms.queue + winner.terms.load + winner.terms.prefill + EXPECT_S
         known = winner.cached_tokens // computes.block_size
         self._speculation.expect(computes.id, _physical(keys, computes.block_size), known, until)
 
@@ -273,10 +269,24 @@ class _RefusedError(BatonError):
         self.found = found
 
 
-def _physical(keys: list[bytes], block_size: int) -> list[bytes]:
+def _keys(request: router_pb2.RouteRequest) -> bytes:
+    """The keys of a request, side by side. Raises BatonError(INVALID_REQUEST) when one is not of `KEY_BYTES`."""
+    keys = request.packed_keys
+    if request.keys:  # from a client that knows no other field
+        keys = b"".join(request.keys)
+        if len(keys) != KEY_BYTES * len(request.keys):
+            raise BatonError(Reason.INVALID_REQUEST, f"a block's key is not of {KEY_BYTES} bytes", param="keys")
+    if len(keys) % KEY_BYTES:
+        raise BatonError(
+            Reason.INVALID_REQUEST, f"{len(keys)} bytes are no keys of {KEY_BYTES} each", param="packed_keys"
+        )
+    return keys
+
+
+def _physical(keys: bytes, block_size: int) -> bytes:
     """The keys of a worker's blocks among the logical ones: blocks of k x 32 tokens go by every k-th."""
     factor = max(1, block_size // BLOCK_SIZE)
-    return keys if factor == 1 else keys[factor - 1 :: factor]
+    return keys if factor == 1 else b"".join(split_keys(keys)[factor - 1 :: factor])
 
 
 def _check(request: router_pb2.RouteRequest) -> None:

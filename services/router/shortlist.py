@@ -1,10 +1,8 @@
-"""The few workers worth costing exactly, out of thousands: the sides of costs.py over columns of numbers.
+"""The few workers worth costing exactly, out of thousands.
 
 A role and layout of up to `whole` workers is costed whole; of a larger one the two best prefills (a plan names an
-alternate) or the best worker that streams, and the decode worker with the longest hit. To find those, each group keeps
-one array for each number that a side's formula needs; a side over 1,000 workers is then some ten array operations of
-about a microsecond each. A row is written when its worker changes, never for a request. The exact terms of the few are
-policy.py's; `own_cost`, `prefill_side` and `decode_side` are written twice, and a test holds the two together.
+alternate) or the best worker that streams, and the decode worker with the longest hit. Who they are is found over
+columns of numbers (columns.py); the exact terms of the few are policy.py's.
 
 Ties: a noise below `tie_s` is added, another one for each request, so that equal workers take turns.
 """
@@ -16,139 +14,62 @@ import zlib
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from services.router.columns import FRESH_S, Columns, Floats
 from services.router.costs import Ask, Parameters, Role, WorkerState, no_loads
+from services.router.devices import with_neighbours
 from services.router.stored import LoadTime, Reader, loads
 
-_Floats = NDArray[np.float64]
-COLUMNS = 6
-"""queue, token_s, step, streams, per_output, share_step: `_numbers` says what each is."""
+SPARE = 8
+"""Rows that a group has free at least when places are given anew."""
 
 
 class _Group:
-    """Workers of one role and layout. Rows are dense: the last one takes the place of one that leaves."""
+    """Workers of one role and layout: rows `start` and on of the columns, dense. The last one takes the place of one
+    that leaves. `room` is how many rows it has, `cost` the part of `Columns.cost` that is its own."""
 
-    def __init__(self, role: Role, block_size: int) -> None:
+    def __init__(self, role: Role, fingerprint: str, block_size: int) -> None:
         self.role = role
+        self.fingerprint = fingerprint
         self.block_size = block_size
         self.states: list[WorkerState] = []
-        self.rows: dict[str, int] = {}
-        self._table = np.zeros((COLUMNS, 8))
-        self._views: list[_Floats] = []
-        self._capacity: list[float] = []
-        self._noise = np.zeros(0)
-        self._tie_s = 0.0
+        self.capacity: list[float] = []
+        self.start = 0
+        self.room = 0
+        self.cost: Floats = np.zeros(0, np.float32)
 
-    def put(self, state: WorkerState) -> None:
-        row = self.rows.get(state.id)
-        if row is None:
-            row = self.rows[state.id] = len(self.states)
-            self.states.append(state)
-            self._capacity.append(0.0)
-            self._views = []
-            if row == self._table.shape[1]:
-                self._table = np.hstack([self._table, np.zeros_like(self._table)])
-        self.states[row] = state
-        self._capacity[row] = _capacity(state)
-        self._table[:, row] = _numbers(state)
+    def is_of(self, state: WorkerState) -> bool:
+        """Whether `state` belongs here."""
+        return self.role is state.role and self.fingerprint == state.fingerprint and self.block_size == state.block_size
 
-    def remove(self, id: str) -> None:
-        row = self.rows.pop(id)
-        self._views = []
-        last, capacity = self.states.pop(), self._capacity.pop()
-        if last.id != id:
-            self.states[row], self._capacity[row] = last, capacity
-            self.rows[last.id] = row
-            self._table[:, row] = self._table[:, len(self.states)]
-
-    def best(self, ask: Ask, turn: int, parameters: Parameters, load_time: LoadTime) -> list[WorkerState]:
-        """The cheapest that may be taken; when there are none, those that lack least. `turn` says who of equal ones."""
-        count, limit = len(self.states), 2 if self.role is Role.PREFILL else 1
-        if count <= parameters.whole:
-            return list(self.states)
-        cost = self._cost(ask, parameters, load_time)
-        cost += self._turns(turn, parameters.tie_s)
-        if ask.exclude:
-            cost[[self.rows[id] for id in ask.exclude if id in self.rows]] = np.inf
-        chosen = _cheapest(cost, limit)
-        # Mostly everyone has room: it is asked of all only when one of the few has not.
-        if min([self._capacity[row] for row in chosen]) < ask.prompt_tokens:
-            capacity = np.array(self._capacity)
-            cost[capacity < ask.prompt_tokens] = np.inf
-            chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, limit)
-        return [self.states[row] for row in chosen]
-
-    def _turns(self, turn: int, tie_s: float) -> _Floats:
-        """A noise of up to `tie_s` for each row, the same for the same `turn`."""
-        count = len(self.states)
-        if len(self._noise) < 2 * count or self._tie_s != tie_s:
-            self._noise, self._tie_s = np.random.default_rng(1).random(4 * count) * tie_s, tie_s
-        start = turn % (len(self._noise) - count)
-        return self._noise[start : start + count]
-
-    def _uncached(self, ask: Ask) -> float | _Floats:
-        """Tokens to compute, by row: one number when no worker of this group has a hit."""
-        most = (ask.prompt_tokens - 1) // self.block_size * self.block_size
-        rows = self.rows
-        hits = [(rows[id], tokens) for id, tokens in ask.hits.items() if id in rows]
-        if not hits:
-            return float(ask.prompt_tokens)
-        uncached = np.empty(len(self.states))
-        uncached.fill(ask.prompt_tokens)
-        for row, tokens in hits:
-            uncached[row] -= min(tokens, most)
-        return uncached
-
-    def _load(self, ask: Ask, load_time: LoadTime) -> tuple[int, float] | None:
-        """The end of the longest run that a store has for this layout, in tokens, and what a token of it takes to load,
-        on the word of one worker of the group: which store is best for whom is seen among the few."""
+    def load(self, ask: Ask, load_time: LoadTime) -> tuple[slice, float, float] | None:
+        """Where the longest run ends that a store has for this layout, and what a token of it takes to load, on the
+        word of one worker: which store is best for whom is seen among the few. As `Columns.price` takes it."""
         one = self.states[0]
         reader = Reader(one.id, one.fingerprint, one.block_size, one.block_bytes, 0, ask.reusable(one))
         options = [load for load in loads(ask.stored, reader, load_time) if load.seconds < math.inf]
-        if not options:
+        if self.role is Role.DECODE or not options:
             return None
         best = max(options, key=lambda load: (load.tokens, -load.seconds))
-        return best.tokens, best.seconds / best.tokens
+        rows = slice(self.start, self.start + len(self.states))
+        return rows, ask.prompt_tokens - best.tokens, best.seconds / best.tokens
 
-    def _cost(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> _Floats:
-        if not self._views:
-            self._views = list(self._table[:, : len(self.states)])
-        queue, token_s, step, streams, per_output, share_step = self._views
-        cost: _Floats
-        if self.role is Role.DECODE:
-            cost = ask.output_tokens * per_output
-            cost += queue
-            return cost
-        uncached = self._uncached(ask)
-        freeze = token_s * uncached
-        cost = np.maximum(freeze, step)
-        load = self._load(ask, load_time) if ask.stored else None
-        if load is not None:
-            rest, load_token_s = ask.prompt_tokens - load[0], load[1]
-            loading = np.maximum(token_s * rest, step) + load_token_s * np.maximum(0.0, uncached - rest)
-            freeze = np.where(loading < cost, np.minimum(token_s * rest, freeze), freeze)
-            cost = np.minimum(cost, loading)
-        cost += queue
-        if self.role is Role.PREFILL:
-            return cost
-        later = freeze * step
-        later *= parameters.assumed_arrivals_s
-        np.maximum(later, share_step, out=later)
-        np.minimum(later, step, out=later)
-        later += per_output
-        later *= ask.output_tokens
-        cost += later
-        freeze *= parameters.stall_weight
-        freeze *= streams + parameters.assumed_streams
-        cost += freeze
-        return cost
+    def best(self, ask: Ask) -> list[WorkerState]:
+        """The cheapest that may be taken, by the costs found last; when there are none, those that lack least."""
+        cost, states = self.cost, self.states
+        chosen = _cheapest(cost, self.role)
+        # Mostly everyone has room: it is asked of all only when one of the few has not.
+        if min([self.capacity[row] for row in chosen]) < ask.prompt_tokens:
+            capacity = np.array(self.capacity)
+            cost[capacity < ask.prompt_tokens] = np.inf
+            chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, self.role)
+        return [states[row] for row in chosen]
 
 
-def _cheapest(cost: _Floats, limit: int) -> list[int]:
-    """The one or two rows of the lowest, lowest first: two minima are found sooner than a sorting."""
+def _cheapest(cost: Floats, role: Role) -> list[int]:
+    """The row of the lowest, of prefills the two lowest in order: two minima are found sooner than a sorting."""
     first = int(cost.argmin())
-    if limit == 1 or len(cost) == 1:
+    if role is not Role.PREFILL or len(cost) == 1:
         return [first]
     least, cost[first] = cost[first], np.inf
     second = int(cost.argmin())
@@ -166,53 +87,75 @@ def _capacity(state: WorkerState) -> float:
     return capacity
 
 
-def _numbers(state: WorkerState) -> tuple[float, ...]:
-    """A row. `per_output` is what one output token waits for the batch and the queue, and on a decode worker for later
-    prompts; `share_step` what it waits for those on another one, as far as measured."""
-    excess = 0 if state.role is Role.PREFILL else max(0, state.streams + 1 - state.max_streams)
-    per_output = (state.streams + excess) * state.step_s / state.max_streams
-    share_step = state.step_s * min(1.0, state.prefill_share)
-    if state.role is Role.DECODE:
-        per_output += share_step
-    return (
-        state.queued_tokens / state.prefill_tok_s,
-        1.0 / state.prefill_tok_s,
-        state.step_s,
-        state.streams,
-        per_output,
-        share_step,
-    )
-
-
 class Fleet:
-    """The workers of one model, as last put here."""
+    """The workers of one model, as last put here, those that share a device told of each other (devices.py)."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
         self._groups: dict[tuple[Role, str, int], _Group] = {}
-        self._group_of: dict[str, _Group] = {}
+        self._places: dict[str, tuple[_Group, int]] = {}  # where in its group a worker is
+        self._device_of: dict[str, str] = {}
+        self._on_device: dict[str, dict[str, WorkerState]] = {}  # as put, not told of each other
+        self._columns = Columns(0, parameters)
+        self._noise: Floats = np.zeros(0, np.float32)
 
     def __len__(self) -> int:
-        return len(self._group_of)
+        return len(self._places)
 
     def put(self, state: WorkerState) -> None:
         """A worker is new, or something of it has changed."""
-        key = (state.role, state.fingerprint, state.block_size)
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = _Group(state.role, state.block_size)
-        before = self._group_of.get(state.id)
-        if before is not None and before is not group:
-            self.remove(state.id)
-        group.put(state)
-        self._group_of[state.id] = group
+        if state.device or state.id in self._device_of:
+            self._move(state.id, state.device, state)
+            return
+        self._write(state)
+
+    def _move(self, id: str, device: str, state: WorkerState | None) -> None:
+        """A worker that shares, or shared, a device: its neighbours there are told as well."""
+        before = self._device_of.pop(id, "")
+        if before:
+            del self._on_device[before][id]
+        if state is not None and device:
+            self._device_of[id] = device
+            self._on_device.setdefault(device, {})[id] = state
+        elif state is not None:
+            self._write(state)
+        for touched in {before, device} - {""}:
+            for told in with_neighbours(list(self._on_device[touched].values())):
+                self._write(told)
+            if not self._on_device[touched]:
+                del self._on_device[touched]
+
+    def _write(self, state: WorkerState) -> None:
+        place = self._places.get(state.id)
+        if place is not None and not place[0].is_of(state):
+            self._leave(state.id)
+            place = None
+        group, row = place or self._add(state)
+        group.states[row] = state
+        group.capacity[row] = _capacity(state)
+        self._columns.put(group.start + row, state)
+        if state.as_of - self._columns.since > FRESH_S:
+            self._give_places(state.as_of)
 
     def remove(self, id: str) -> None:
         """The worker is gone. Unknown ones are ignored."""
-        group = self._group_of.pop(id, None)
-        if group is not None:
-            group.remove(id)
-            if not group.states:
-                self._groups = {key: kept for key, kept in self._groups.items() if kept is not group}
+        if id in self._device_of:
+            self._move(id, "", None)
+        self._leave(id)
+
+    def _leave(self, id: str) -> None:
+        place = self._places.pop(id, None)
+        if place is None:
+            return
+        group, row = place
+        last, capacity = group.states.pop(), group.capacity.pop()
+        group.cost = group.cost[:-1]
+        if last.id != id:
+            group.states[row], group.capacity[row] = last, capacity
+            self._places[last.id] = group, row
+            self._columns.put(group.start + row, last)
+        if not group.states:
+            self._groups = {key: kept for key, kept in self._groups.items() if kept is not group}
 
     def block_sizes(self) -> set[int]:
         """Tokens of a block, of every layout here."""
@@ -220,29 +163,87 @@ class Fleet:
 
     def block_size(self, id: str) -> int:
         """Tokens of a block of that worker; 0 when it is not of this model."""
-        group = self._group_of.get(id)
-        return group.block_size if group is not None else 0
+        place = self._places.get(id)
+        return place[0].block_size if place is not None else 0
 
     def get(self, id: str) -> WorkerState:
-        """The worker as last put. Raises KeyError."""
-        group = self._group_of[id]
-        return group.states[group.rows[id]]
+        """The worker as last put, told of its neighbours. Raises KeyError."""
+        group, row = self._places[id]
+        return group.states[row]
 
     def all(self) -> list[WorkerState]:
         """Every worker."""
         return [state for group in self._groups.values() for state in group.states]
 
-    def shortlist(self, ask: Ask, parameters: Parameters, load_time: LoadTime = no_loads) -> list[WorkerState]:
+    def shortlist(self, ask: Ask, load_time: LoadTime = no_loads) -> list[WorkerState]:
         """The workers among which the cheapest plan is: the best of each role and layout, and the decode worker with
         the longest hit (its own copy is what no side formula sees)."""
-        turn = zlib.crc32(ask.uid.encode())
-        chosen = [state for group in self._groups.values() for state in group.best(ask, turn, parameters, load_time)]
+        whole, chosen = self._parameters.whole, []
+        large = [group for group in self._groups.values() if len(group.states) > whole]
+        if large:
+            self._price(ask, large, load_time)
+        for group in self._groups.values():
+            chosen += group.best(ask) if len(group.states) > whole else group.states
         decode = self._warmest_decode(ask.hits)
         if decode is not None and all(decode is not state for state in chosen):
             chosen.append(decode)
         return chosen
 
+    def costs(self, ask: Ask, load_time: LoadTime = no_loads) -> dict[str, float]:
+        """Every worker's side of the cost of `ask`, by id: what the shortlist goes by, without its noise."""
+        self._compute(ask, list(self._groups.values()), load_time)
+        return {id: float(self._columns.cost[group.start + row]) for id, (group, row) in self._places.items()}
+
+    def _price(self, ask: Ask, large: list[_Group], load_time: LoadTime) -> None:
+        self._compute(ask, large, load_time)
+        cost = self._columns.cost
+        # The same noise for the same request, another place in it for the next one.
+        start = zlib.crc32(ask.uid.encode()) % (len(self._noise) - len(cost))
+        np.add(cost, self._noise[start : start + len(cost)], cost)
+        for id in ask.exclude:
+            if id in self._places:
+                group, row = self._places[id]
+                cost[group.start + row] = np.inf
+
+    def _compute(self, ask: Ask, groups: list[_Group], load_time: LoadTime) -> None:
+        found = [group.load(ask, load_time) for group in groups] if ask.stored else []
+        cached, places = [], self._places
+        for id, tokens in ask.hits.items():
+            if id in places:
+                group, row = places[id]
+                most = (ask.prompt_tokens - 1) // group.block_size * group.block_size
+                cached.append((group.start + row, tokens if tokens < most else most))
+        self._columns.price(ask.prompt_tokens, cached, ask.output_tokens, [load for load in found if load], ask.now)
+
     def _warmest_decode(self, hits: Mapping[str, int]) -> WorkerState | None:
-        groups = self._group_of
-        warm = [id for id in hits if id in groups and groups[id].role is Role.DECODE]
+        places = self._places
+        warm = [id for id in hits if id in places and places[id][0].role is Role.DECODE]
         return self.get(max(warm, key=hits.__getitem__)) if warm else None
+
+    def _add(self, state: WorkerState) -> tuple[_Group, int]:
+        """A place for a worker that has none."""
+        key = (state.role, state.fingerprint, state.block_size)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(*key)
+        group.states.append(state)
+        group.capacity.append(0.0)
+        place = self._places[state.id] = group, len(group.states) - 1
+        if len(group.states) > group.room:
+            self._give_places(state.as_of)
+        else:
+            group.cost = self._columns.cost[group.start : group.start + len(group.states)]
+        return place
+
+    def _give_places(self, now: float) -> None:
+        """Lay the groups out anew, each with some room to grow."""
+        start = 0
+        for group in self._groups.values():
+            group.start, group.room = start, SPARE + len(group.states) * 9 // 8
+            start += group.room
+        self._columns = Columns(start, self._parameters, max(now, self._columns.since))
+        self._noise = np.random.default_rng(1).random(4 * start, np.float32) * np.float32(self._parameters.tie_s)
+        for group in self._groups.values():
+            group.cost = self._columns.cost[group.start : group.start + len(group.states)]
+            for row, state in enumerate(group.states, group.start):
+                self._columns.put(row, state)

@@ -13,18 +13,28 @@ is found by bisection.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from baton.kv.keys import KEY_BYTES, split_keys
 from services.router.index import PrefixIndex
+
+FEW = 4
+"""Holders of a prefix whose expectations may be fewer than its keys: then they are gone through, not the keys."""
 
 
 @dataclass(eq=False, slots=True)
 class _Expected:
+    """The keys of a prompt, side by side, of which `worker` is going to hold those from place `start` on."""
+
     worker: str
-    keys: Sequence[bytes]
+    keys: bytes
     start: int
+    first: bytes
+
+    def __len__(self) -> int:
+        """How many keys are expected."""
+        return len(self.keys) // KEY_BYTES - self.start
 
 
 class Speculation:
@@ -34,7 +44,7 @@ class Speculation:
         self._index = index
         self._max_keys = max_keys
         self._by_first: dict[bytes, list[_Expected]] = {}
-        self._by_worker: dict[str, set[_Expected]] = {}
+        self._by_worker: dict[str, dict[_Expected, None]] = {}  # in order of their coming
         self._by_end: list[tuple[float, int, _Expected]] = []
         self._number = 0
         self._keys = 0
@@ -44,36 +54,52 @@ class Speculation:
         """Keys expected."""
         return self._keys
 
-    def expect(self, worker: str, keys: Sequence[bytes], start: int, until: float) -> None:
-        """`worker` computes the blocks of `keys` from place `start` on (it has those before, or they are expected too);
-        believed until `until`, a moment on the caller's clock."""
-        if start >= len(keys):
+    def expect(self, worker: str, keys: bytes, start: int, until: float) -> None:
+        """`worker` computes the blocks of the packed `keys` from place `start` on (it has those before, or they are
+        expected too); believed until `until`, a moment on the caller's clock."""
+        first = keys[start * KEY_BYTES : (start + 1) * KEY_BYTES]
+        if not first:
             return
-        if self._keys + len(keys) - start > self._max_keys:
+        expected = _Expected(worker, keys, start, first)
+        count = len(expected)
+        if self._keys + count > self._max_keys:
             self.refused += 1
             return
-        expected = _Expected(worker, keys, start)
-        self._by_first.setdefault(keys[start], []).append(expected)
-        self._by_worker.setdefault(worker, set()).add(expected)
+        self._by_first.setdefault(first, []).append(expected)
+        self._by_worker.setdefault(worker, {})[expected] = None
         self._number += 1
         heapq.heappush(self._by_end, (until, self._number, expected))
-        self._keys += len(keys) - start
+        self._keys += count
 
-    def extend(self, found: dict[str, int], keys: Sequence[bytes]) -> None:
-        """Lengthen the prefixes in `found` (keys by worker, from the index) by what is expected."""
-        seen, reach = 0, max(found.values(), default=0)
-        while self._by_first and seen <= reach and seen < len(keys):  # nothing that begins deeper can count yet
-            firsts = self._by_first.keys() & keys[seen : reach + 1]
+    def extend(self, found: dict[str, int], keys: bytes) -> None:
+        """Lengthen the prefixes in `found` (numbers of keys by worker, from the index) by what is expected."""
+        seen, reach, count = 0, max(found.values(), default=0), len(keys) // KEY_BYTES
+        while self._by_first and seen <= reach and seen < count:  # nothing that begins deeper can count yet
+            expectations = self._beginning(found, keys, seen, reach)
             seen = reach + 1
-            expectations = [expected for first in firsts for expected in self._by_first[first]]
             for expected in sorted(expectations, key=attrgetter("start")):
-                known, start = found.get(expected.worker, 0), expected.start
-                if known < start or start >= len(keys) or expected.keys[start] != keys[start]:
+                known = found.get(expected.worker, 0)
+                if known < expected.start:
                     continue
-                depth = _common(expected.keys, keys, start)
+                depth = _common(expected.keys, keys, expected.start)
                 if depth > known:
                     depth = found[expected.worker] = self._further(expected.worker, keys, depth)
                     reach = max(reach, depth)
+
+    def _beginning(self, found: dict[str, int], keys: bytes, seen: int, reach: int) -> list[_Expected]:
+        """What is expected of `keys` from a place between `seen` and `reach` on, as far as its worker has what is
+        before; by worker or by key, whichever are fewer."""
+        workers = set(found)
+        if not seen:  # who has nothing yet can only begin at the first
+            workers.update([expected.worker for expected in self._by_first.get(keys[:KEY_BYTES], ())])
+        if len(workers) <= FEW:
+            holders = [self._by_worker[worker] for worker in workers if worker in self._by_worker]
+            if sum(map(len, holders)) <= reach + 1 - seen:
+                near = [e for holder in holders for e in holder if seen <= e.start <= reach]
+                return [e for e in near if keys.startswith(e.first, e.start * KEY_BYTES)]
+        firsts = self._by_first.keys() & split_keys(keys[seen * KEY_BYTES : (reach + 1) * KEY_BYTES])
+        near = [e for first in firsts for e in self._by_first[first]]
+        return [e for e in near if keys.startswith(e.first, e.start * KEY_BYTES)]
 
     def expire(self, now: float) -> None:
         """Forget what should have come by now."""
@@ -87,29 +113,32 @@ class Speculation:
         for expected in list(self._by_worker.get(worker, ())):
             self._drop(expected)
 
-    def _further(self, worker: str, keys: Sequence[bytes], depth: int) -> int:
+    def _further(self, worker: str, keys: bytes, depth: int) -> int:
         """Behind what is expected may lie what is known."""
-        while depth < len(keys) and self._index.holds(worker, keys[depth]):
+        while key := keys[depth * KEY_BYTES : (depth + 1) * KEY_BYTES]:
+            if not self._index.holds(worker, key):
+                break
             depth += 1
         return depth
 
     def _drop(self, expected: _Expected) -> None:
-        self._keys -= len(expected.keys) - expected.start
-        first = expected.keys[expected.start]
+        self._keys -= len(expected)
+        first = expected.first
         self._by_first[first].remove(expected)
         if not self._by_first[first]:
             del self._by_first[first]
-        self._by_worker[expected.worker].remove(expected)
+        del self._by_worker[expected.worker][expected]
         if not self._by_worker[expected.worker]:
             del self._by_worker[expected.worker]
 
 
-def _common(these: Sequence[bytes], those: Sequence[bytes], low: int) -> int:
+def _common(these: bytes, those: bytes, low: int) -> int:
     """How many keys two chains have in common, `low` + 1 at least."""
-    low, high = low + 1, min(len(these), len(those))
+    low, high = low + 1, min(len(these), len(those)) // KEY_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        if these[middle - 1] == those[middle - 1]:
+        last = slice((middle - 1) * KEY_BYTES, middle * KEY_BYTES)
+        if these[last] == those[last]:
             low = middle
         else:
             high = middle - 1

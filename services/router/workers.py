@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import structlog
@@ -23,7 +24,7 @@ from baton.rpc.codec import layout_from_pb
 from baton.rpc.patience import Patience
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, worker_pb2, worker_pb2_grpc
-from services.router.costs import Role, WorkerState
+from services.router.costs import Parameters, Role, WorkerState
 from services.router.index import PrefixIndex
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
@@ -54,11 +55,13 @@ class WatchLostError(Exception):
 
 @dataclass
 class Known:
-    """One worker. `load` is its last report; `watched` is whether its stream stands; `target` is it in plans, and
-    `reported` it as the policy sees it without reservations, None when something of it has changed since."""
+    """One worker. `load` is its last report, of `reported_at`; `watched` is whether its stream stands; `target` is it
+    in plans, and `reported` it as the policy sees it without reservations, None when something of it has changed
+    since."""
 
     worker: registry_pb2.Worker
     load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
+    reported_at: float = 0.0
     watched: bool = False
     card_mismatch: str = ""
     block_bytes: int = 0
@@ -88,6 +91,7 @@ class Workers:
         shares: PrefillShare,
         quarantine: Quarantine,
         speculation: Speculation,
+        parameters: Parameters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._background = background
@@ -101,7 +105,8 @@ class Workers:
         self._known: dict[str, Known] = {}
         self._by_model: defaultdict[str, dict[str, Known]] = defaultdict(dict)
         self._cards: dict[str, registry_pb2.ModelCard] = {}
-        self._fleets: defaultdict[str, Fleet] = defaultdict(Fleet)
+        self._fleets: defaultdict[str, Fleet] = defaultdict(partial(Fleet, parameters))
+        self._nobody = Fleet(parameters)
         self._changed: set[str] = set()
         self._unsubscribe: list[Callable[[], None]] = []
 
@@ -188,7 +193,7 @@ class Workers:
             if known := self._known.get(id):
                 self._look_again(known, now)
         self._changed.clear()
-        return self._fleets[model] if model in self._by_model else Fleet()
+        return self._fleets[model] if model in self._by_model else self._nobody
 
     def _stale(self, known: Known) -> None:
         """Something of it has changed, its reservations aside."""
@@ -204,7 +209,7 @@ class Workers:
         if known.reported is None:
             known.reported = self._read(known)
         held = self._reservations.on(id)
-        return known.reported.reserved(held.streams, held.prefill_tokens, held.blocks, self._shares.of(id, now))
+        return known.reported.reserved(held.streams, held.prefill_tokens, held.blocks, self._shares.of(id, now), now)
 
     def _read(self, known: Known) -> WorkerState:
         worker, load = known.worker, known.load
@@ -222,9 +227,11 @@ class Workers:
             blocks_total=load.blocks_total or worker.pool_blocks,
             blocks_free=load.blocks_free if load.blocks_total else worker.pool_blocks,
             prefill_tok_s=speed.prefill_tok_s,
-            step_s=speed.step_s,
+            step_s=speed.steps.lone_s,
+            stream_s=speed.steps.stream_s,
             unusable=self._unusable(known),
             device=f"{worker.host}/{worker.device}" if worker.device else "",
+            as_of=known.reported_at,
         )
 
     def close(self) -> None:
@@ -256,7 +263,9 @@ class Workers:
         known.target = worker_pb2.Target(id=worker.id, address=worker.address, epoch=worker.epoch)
         self._by_model[worker.model][worker.id] = known
         rates = worker.rates
-        self._rates.register(worker.id, rates.prefill_tok_s, rates.decode_step_s, rates.transfer_bytes_s)
+        self._rates.register(
+            worker.id, rates.prefill_tok_s, rates.decode_step_s, rates.transfer_bytes_s, worker.max_streams
+        )
         self._judge_cards(worker.model)
 
     def _judge_cards(self, model: str) -> None:
@@ -361,12 +370,13 @@ class Workers:
         """One update: load, reservations that end with it, cache changes. False when the events have a gap."""
         id = known.worker.id
         if update.HasField("load"):
-            known.load = update.load
-            self._rates.reported(id, update.load.prefill_tok_s, update.load.decode_step_s)
-            for uid in update.load.admitted:
+            load, known.reported_at = update.load, self._clock()
+            known.load = load
+            self._rates.reported(id, load.prefill_tok_s, load.decode_step_s, load.running, known.reported_at)
+            for uid in load.admitted:
                 self._reservations.admitted(id, uid)
             known.reported = None
-            self._look_again(known, self._clock())
+            self._look_again(known, known.reported_at)
         if not update.HasField("cache"):
             return True
         cache = update.cache

@@ -34,7 +34,7 @@ async def test_a_chat_and_a_completion_are_explained(model: Model) -> None:
         asked = stack.router.explained
         assert [one.prompt_tokens for one in asked] == [chat["prompt_tokens"], completion["prompt_tokens"]]
         assert (asked[0].merged_only, asked[1].merged_only) == (False, True)
-        assert len(asked[1].keys) == completion["blocks"] > 0
+        assert len(asked[1].packed_keys) == 16 * completion["blocks"] > 0
         assert not stack.router.requests, "nothing was routed"
         assert not stack.workers[0].attempts, "nothing was started"
         assert stack.frontend.gate.held == (0, 0)

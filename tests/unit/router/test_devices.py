@@ -68,16 +68,16 @@ def test_a_prompt_takes_twice_as_long_beside_prompts_and_not_longer() -> None:
 
 def test_a_prefill_freezes_the_streams_beside_it() -> None:
     prefill, decode, _ = two_cores(merged_streams=4)
-    assert pair_cost(prefill, decode, ask(500), rate, P)["stall"] == pytest.approx(4.0)
+    assert pair_cost(prefill, decode, ask(500), rate, P).stall == pytest.approx(4.0)
     alone, decode, _ = two_cores()
-    assert pair_cost(alone, decode, ask(500), rate, P)["stall"] == 0.0
+    assert pair_cost(alone, decode, ask(500), rate, P).stall == 0.0
 
 
 def test_merged_and_local_freeze_the_streams_beside_them_too() -> None:
     state = worker(Role.MERGED, streams=1, beside_streams=3)
-    assert own_cost(state, ask(500), P)["stall"] == pytest.approx(5.0)
-    assert own_cost(state, ask(500), P)["batch"] == pytest.approx(
-        4 * own_cost(worker(Role.MERGED, streams=1), ask(), P)["batch"]
+    assert own_cost(state, ask(500), P).stall == pytest.approx(5.0)
+    assert own_cost(state, ask(500), P).batch == pytest.approx(
+        4 * own_cost(worker(Role.MERGED, streams=1), ask(), P).batch
     )
 
 

@@ -42,6 +42,7 @@ def worker(role: Role, number: int = 0, **changes: object) -> WorkerState:
         blocks_free=1000,
         prefill_tok_s=500.0,
         step_s=0.035,
+        stream_s=0.035 / 64,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -116,7 +117,7 @@ def test_a_queue_at_the_prefill_moves_requests_to_merged() -> None:
     workers = fleet()
     at_boundary = decide(workers, ask(200))
     assert isinstance(at_boundary, Choice)
-    merged = sum(own_cost(workers[2], ask(200), P).values())
+    merged = own_cost(workers[2], ask(200), P).total
     pair = at_boundary.winner.total
     slack = (merged - pair) * 500.0
     workers[0] = replace(workers[0], queued_tokens=slack - 10)
@@ -130,13 +131,11 @@ def test_a_queue_at_the_prefill_moves_requests_to_merged() -> None:
 
 
 def test_stall_counts_every_frozen_stream_and_the_assumed_one() -> None:
-    idle = own_cost(worker(Role.DECODE), ask(500), P)["stall"]
-    eight = own_cost(worker(Role.DECODE, streams=8), ask(500), P)["stall"]
+    idle = own_cost(worker(Role.DECODE), ask(500), P).stall
+    eight = own_cost(worker(Role.DECODE, streams=8), ask(500), P).stall
     assert idle == pytest.approx(1.0)
     assert eight == pytest.approx(9.0)
-    assert own_cost(worker(Role.DECODE, streams=8), ask(500), Parameters(stall_weight=0.5))["stall"] == pytest.approx(
-        4.5
-    )
+    assert own_cost(worker(Role.DECODE, streams=8), ask(500), Parameters(stall_weight=0.5)).stall == pytest.approx(4.5)
 
 
 def test_prefill_is_never_shorter_than_a_step() -> None:
@@ -147,31 +146,41 @@ def test_prefill_is_never_shorter_than_a_step() -> None:
 
 def test_a_prefill_that_never_steps_is_judged_by_the_decodes_step() -> None:
     slow_start = worker(Role.PREFILL, step_s=0.2)
-    assert pair_cost(slow_start, worker(Role.DECODE), ask(5), rate, P)["prefill"] == 0.035
-    assert pair_cost(worker(Role.PREFILL), worker(Role.DECODE, step_s=0.2), ask(5), rate, P)["prefill"] == 0.035
+    assert pair_cost(slow_start, worker(Role.DECODE), ask(5), rate, P).prefill == 0.035
+    assert pair_cost(worker(Role.PREFILL), worker(Role.DECODE, step_s=0.2), ask(5), rate, P).prefill == 0.035
 
 
 def test_queue_begins_when_the_streams_are_full() -> None:
     assert queue_seconds(worker(Role.DECODE, streams=63), ask()) == 0.0
     one = queue_seconds(worker(Role.DECODE, streams=64), ask())
-    assert one == pytest.approx(128 * 0.035 / 64)
+    assert one == pytest.approx(128 * 0.035 * (1 + 63 / 64) / 64), "with the step of a full batch"
     assert queue_seconds(worker(Role.DECODE, streams=65), ask()) == pytest.approx(2 * one)
     assert queue_seconds(worker(Role.PREFILL, streams=500), ask()) == 0.0
+
+
+def test_a_queue_passes_while_nobody_reports() -> None:
+    told = worker(Role.PREFILL, queued_tokens=500.0, as_of=100.0)
+    assert queue_seconds(told, ask(now=100.0)) == pytest.approx(1.0)
+    assert queue_seconds(told, ask(now=100.4)) == pytest.approx(0.6)
+    assert queue_seconds(told, ask(now=103.0)) == 0.0
+    later = told.reserved(0, 50.0, 0, 0.0, 100.8)
+    assert (later.queued_tokens, later.as_of) == (pytest.approx(150.0), 100.8)
+    assert told.reserved(0, 50.0, 0, 0.0, 109.0).queued_tokens == 50.0, "only what was promised since"
 
 
 def test_the_decode_queue_passes_while_the_prefill_computes() -> None:
     decode = worker(Role.DECODE, queued_tokens=250.0)  # half a second
     terms = pair_cost(worker(Role.PREFILL), decode, ask(500), rate, P)
-    assert terms["queue"] == 0.0
+    assert terms.queue == 0.0
     terms = pair_cost(worker(Role.PREFILL), decode, ask(100), rate, P)
-    assert terms["queue"] == pytest.approx(0.3)
+    assert terms.queue == pytest.approx(0.3)
 
 
 def test_transfer_is_only_what_decode_lacks() -> None:
     pair = worker(Role.PREFILL), worker(Role.DECODE)
-    assert pair_cost(*pair, ask(64), rate, P)["transfer"] == pytest.approx(P.handover_s + 2 * BLOCK_BYTES / 2e9)
+    assert pair_cost(*pair, ask(64), rate, P).transfer == pytest.approx(P.handover_s + 2 * BLOCK_BYTES / 2e9)
     warm = ask(65, hits={"decode-0": 64})
-    assert pair_cost(*pair, warm, rate, P)["transfer"] == pytest.approx(P.handover_s + BLOCK_BYTES / 2e9)
+    assert pair_cost(*pair, warm, rate, P).transfer == pytest.approx(P.handover_s + BLOCK_BYTES / 2e9)
 
 
 def test_hits_never_cover_the_last_token() -> None:
@@ -376,7 +385,7 @@ def test_any_choice_is_allowed_and_cheapest(
 ) -> None:
     request = ask(tokens, strict=strict, merged_only=merged_only)
     everything = candidates(workers, request, rate, P, exhaustive=True)
-    assert all(min(c.terms.values()) >= 0.0 for c in everything)
+    assert all(min(c.terms.by_name().values()) >= 0.0 for c in everything)
     result = choose(everything, request, P)
     assert result == choose(list(reversed(everything)), request, P)
     if isinstance(result, Refusal):

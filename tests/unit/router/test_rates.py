@@ -18,12 +18,12 @@ def test_registration_then_report() -> None:
     assert rates.speed("p").prefill_tok_s == DEFAULT_PREFILL_TOK_S
     rates.register("p", 700.0, 0.0, 0.0)
     assert rates.speed("p").prefill_tok_s == 700.0
-    assert rates.speed("p").step_s == DEFAULT_STEP_S
-    rates.reported("p", 0.0, 0.02)
-    assert (rates.speed("p").prefill_tok_s, rates.speed("p").step_s) == (700.0, 0.02)
-    rates.reported("p", 900.0, 0.0)
+    assert rates.speed("p").steps.lone_s == DEFAULT_STEP_S
+    rates.reported("p", 0.0, 0.02, 1, 1.0)
+    assert (rates.speed("p").prefill_tok_s, rates.speed("p").steps.lone_s) == (700.0, 0.02)
+    rates.reported("p", 900.0, 0.0, 1, 2.0)
     rates.register("p", 700.0, 0.5, 0.0)
-    assert (rates.speed("p").prefill_tok_s, rates.speed("p").step_s) == (900.0, 0.02)
+    assert (rates.speed("p").prefill_tok_s, rates.speed("p").steps.lone_s) == (900.0, 0.02)
 
 
 def test_transfer_is_a_ratio_of_averages() -> None:

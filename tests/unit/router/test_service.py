@@ -155,9 +155,10 @@ async def test_the_past_is_refused(face: Face) -> None:
     assert (await face.route(deadline=time.time() + 60)).HasField("plan")
 
 
-async def test_prefix_hits_pull_a_request_to_their_worker(face: Face) -> None:
+@pytest.mark.parametrize(("field", "keys"), [("keys", KEYS), ("packed_keys", b"".join(KEYS))])
+async def test_prefix_hits_pull_a_request_to_their_worker(face: Face, field: str, keys: object) -> None:
     face.index.apply("p2", 1, 1, stored=KEYS[:8], removed=[], cleared=True)
-    plan = (await face.route(keys=KEYS)).plan
+    plan = (await face.route(**{field: keys})).plan
     assert plan.prefill.id == "p2"
     assert plan.cached_tokens == 256
     assert face.reservations.on("p2").prefill_tokens == 320 - 256
@@ -305,6 +306,8 @@ async def test_a_store_that_brought_nothing_is_in_no_plan_for_a_while(face: Face
 async def test_keys_that_are_none_are_refused(face: Face) -> None:
     reply = await face.service.Route(face.request(keys=[b"short"]), NO_CONTEXT)
     assert (reply.failure.reason, reply.failure.param) == ("INVALID_REQUEST", "keys")
+    reply = await face.service.Route(face.request(packed_keys=bytes(17)), NO_CONTEXT)
+    assert (reply.failure.reason, reply.failure.param) == ("INVALID_REQUEST", "packed_keys")
     assert len(face.reservations) == 0
 
 

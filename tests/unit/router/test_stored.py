@@ -62,7 +62,7 @@ def test_an_idle_worker_loads_a_long_prefix_and_computes_a_short_one() -> None:
     long = Ask("u", 1000, 64, stored=[run(host=31)])
     (load,) = worthwhile_loads(worker(), long, quick, P)  # type: ignore[arg-type]
     terms = own_cost(worker(), long, P, load)
-    assert terms["load"] + terms["prefill"] < own_cost(worker(), long, P)["prefill"] / 5
+    assert terms.load + terms.prefill < own_cost(worker(), long, P).prefill / 5
     short = Ask("u", 20, 64, stored=[run(host=1)])
     assert worthwhile_loads(worker(), short, quick, P) == []  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def test_a_candidate_takes_the_cheapest_store() -> None:
     )
     assert found[0].load is not None
     assert found[0].load.store == "t"
-    assert found[0].ttft == sum(found[0].terms[n] for n in ("queue", "prefill", "load", "transfer"))
+    assert found[0].ttft == found[0].terms.ttft
 
 
 def test_a_pair_loads_on_its_prefill() -> None:
@@ -114,5 +114,5 @@ def test_a_pair_loads_on_its_prefill() -> None:
     found = candidates(fleet, ask, lambda p, d: 1e9, P, load_time=load_time)  # type: ignore[arg-type]
     pair = next(c for c in found if c.mode is Mode.DISAGGREGATED)
     assert pair.load is not None
-    assert pair.terms["load"] == pair.load.seconds
+    assert pair.terms.load == pair.load.seconds
     assert not isinstance(choose(found, ask, P), str)

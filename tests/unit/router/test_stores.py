@@ -79,7 +79,7 @@ class Known:
                 await asyncio.sleep(0.005)
 
     def found(self) -> dict[str, int]:
-        return self.index.look_up(KEYS).stores.get("s", {})
+        return self.index.look_up(b"".join(KEYS)).stores.get("s", {})
 
 
 @pytest.fixture

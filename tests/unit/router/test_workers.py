@@ -11,6 +11,7 @@ import pytest
 from baton.cli.ports import free_port
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2
+from services.router.costs import Parameters
 from services.router.index import PrefixIndex
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
@@ -40,6 +41,7 @@ class Fleet:
             PrefillShare(),
             self.quarantine,
             self.speculation,
+            Parameters(),
         )
 
     def state(self, id: str) -> str:
@@ -77,10 +79,12 @@ async def test_a_registered_worker_is_usable_at_once_and_serving_when_watched(fl
                                prefill_tok_s=800, decode_step_s=0.02))  # fmt: skip
         await fleet.until(lambda: fleet.workers.get("p").load.running == 2)
         fleet.reservations.take("u", 0, {"p": Held(prefill_tokens=30, streams=1, blocks=5)}, 0.0)
-        state = fleet.workers.snapshot(fleet.workers.get("p"), 0.0)
+        known = fleet.workers.get("p")
+        state = fleet.workers.snapshot(known, known.reported_at)
         assert (state.streams, state.queued_tokens) == (4, 100)
         assert (state.blocks_total, state.blocks_free) == (90, 35)
-        assert (state.prefill_tok_s, state.step_s) == (800, 0.02)
+        assert state.prefill_tok_s == 800
+        assert state.step_s + state.stream_s == pytest.approx(0.02), "with the two streams that it runs"
 
 
 async def test_admitted_requests_end_their_reservation(fleet: Fleet) -> None:
@@ -189,7 +193,7 @@ async def test_a_new_epoch_forgets_the_old_one_at_once(fleet: Fleet) -> None:
         fleet.workers.registered("p", old.describes)
         old.say(old.cache(2, stored=KEYS))
         await fleet.until(lambda: fleet.index.held_by("p") == len(KEYS))
-        fleet.rates.reported("p", 12345.0, 0.0)
+        fleet.rates.reported("p", 12345.0, 0.0, 0, 0.0)
         async with scripted("p", PREFILL, epoch=2) as new:
             fleet.workers.registered("p", new.describes)
             assert fleet.index.held_by("p") == 0
@@ -229,7 +233,7 @@ async def test_a_removed_worker_leaves_nothing(fleet: Fleet) -> None:
         worker.say(worker.cache(2, stored=KEYS))
         await fleet.until(lambda: fleet.index.held_by("p") == len(KEYS))
         fleet.reservations.take("u", 0, {"p": Held(prefill_tokens=1)}, 0.0)
-        fleet.speculation.expect("p", [b"k" * 16], 0, 1e9)
+        fleet.speculation.expect("p", b"k" * 16, 0, 1e9)
         fleet.workers.registered("p", None)
         assert list(fleet.workers.of_model("tiny")) == []
         assert not fleet.workers.knows("tiny")
