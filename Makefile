@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv deps up down status protos lint format test-fast test faults clean help
+.PHONY: venv deps vllm-env up down status protos lint format test-fast test faults clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +32,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard protos/baton/v1/*.p
 
 deps: venv ## what tests need and a checkout does not carry: the model, an etcd
 	@$(BIN)/baton fetch
+
+vllm-env: venv ## what `--engine vllm` needs: an environment of its own (.venv-vllm, 2 GB), the model converted
+	@$(BIN)/baton fetch --engine vllm
 
 up: venv ## start everything on this machine (ARGS="--http-port 8080 ...")
 	@$(BIN)/baton up $(ARGS)
@@ -65,5 +68,5 @@ faults: venv deps ## break a running Baton, by seed, and count what clients saw 
 	@$(BIN)/python -m tests.faults.suite $(ARGS)
 
 clean: down ## remove what was built (not the fetched model)
-	@rm -rf $(VENV) build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) .venv-vllm build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
