@@ -45,8 +45,13 @@ class Answer:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else 0.0
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, answer: Answer) -> None:
-    """Send token ids to /v1/completions, greedy and without an early end, and note in `answer` when text comes."""
+async def stream(
+    client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, answer: Answer, **more: object
+) -> None:
+    """Send token ids to /v1/completions, greedy and without an early end, and note in `answer` when text comes.
+
+    `more` are further fields of the request.
+    """
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -54,6 +59,7 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], m
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        **more,
     }
     answer.sent = time.perf_counter()
     try:
