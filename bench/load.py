@@ -13,6 +13,7 @@ import httpx
 import orjson
 
 TIMEOUT_S = 120.0
+JSON = {"content-type": "application/json"}
 
 
 @dataclass
@@ -63,7 +64,9 @@ async def stream(
     }
     answer.sent = time.perf_counter()
     try:
-        async with client.stream("POST", "/v1/completions", content=orjson.dumps(body), timeout=TIMEOUT_S) as response:
+        async with client.stream(
+            "POST", "/v1/completions", content=orjson.dumps(body), headers=JSON, timeout=TIMEOUT_S
+        ) as response:
             answer.route = response.headers.get("x-baton-route", "")
             if response.status_code != 200:
                 answer.error = (await response.aread()).decode(errors="replace")[:300]
