@@ -7,19 +7,18 @@ importable there. Whether it is complete says a stamp: the digest of what it was
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from baton.cli.errors import CliError
 from baton.cli.fetch import Say
 from baton.cli.home import project_root
+from baton.cli.lock import making
 
 FOLDER = ".venv-vllm"
 REQUIREMENTS = "requirements-vllm.txt"
@@ -46,8 +45,7 @@ def install(folder: Path, requirements: Path, root: Path, say: Say) -> str:
     wanted = _stamp(requirements)
     if _text(stamp) == wanted:
         return str(python)
-    folder.mkdir(exist_ok=True)
-    with _locked(folder):
+    with making(folder):
         if _text(stamp) == wanted:  # another process was faster
             return str(python)
         stamp.unlink(missing_ok=True)
@@ -117,11 +115,3 @@ def _lines(command: list[str]) -> Iterator[str]:
     if code:
         words = " ".join(command[1:4])
         raise CliError(f"{words} failed (code {code}): {' / '.join(last)}", "check the network and pip's index")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One at a time makes an environment; others wait and find it made."""
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
