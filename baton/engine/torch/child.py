@@ -23,15 +23,15 @@ import torch
 
 from baton.engine.port import EngineSpec, EngineStats, Request, Resume, TokenEvent
 from baton.engine.torch import messages as m
-from baton.engine.torch.admission import Limits
+from baton.engine.admission import Limits
 from baton.engine.torch.compute import Computation
 from baton.engine.torch.config import ModelConfig, load_config
 from baton.engine.torch.kvpool import KvPool
 from baton.engine.torch.model import Model
 from baton.engine.torch.options import Options
-from baton.engine.torch.page import StatsPage
-from baton.engine.torch.pool import BlockPool
-from baton.engine.torch.predict import StepCost
+from baton.engine.page import StatsPage
+from baton.kv.pool import BlockPool
+from baton.engine.predict import StepCost
 from baton.engine.torch.scheduler import Scheduler
 from baton.engine.torch.sequence import Job
 from baton.engine.torch.step import Outcome, Work

@@ -28,11 +28,11 @@ from baton.engine.port import (
     TokenEvent,
 )
 from baton.engine.torch import messages as m
-from baton.engine.torch.late import LateReads
+from baton.engine.late import LateReads
 from baton.engine.torch.link import CALL_S, Link
-from baton.engine.torch.liveness import Liveness
+from baton.engine.liveness import Liveness
 from baton.engine.torch.options import Options
-from baton.engine.torch.page import StatsPage
+from baton.engine.page import StatsPage
 from baton.engine.torch.reservation import TorchReservation
 from baton.engine.torch.wire import prefill_done, token_event
 from baton.errors import BatonError, Reason
@@ -58,6 +58,8 @@ class TorchEngine(Engine):
     `arena_bytes` is rounded down to whole blocks. `core` pins the child to one CPU core. `owner` and `epoch` go into
     every handle.
     """
+
+    arena: Arena
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class TorchEngine(Engine):
             message = first.message if isinstance(first, m.StartFailed) else f"unexpected {type(first).__name__}"
             raise BatonError(Reason.ENGINE_FAILED, f"cannot serve {self._options.model}: {message}")
         self._spec = msgspec.msgpack.decode(first.spec, type=EngineSpec)
-        self._late = LateReads(self._link, self._spec.pool_blocks)
+        self._late = LateReads(self._settle, self._link.fail, self._spec.pool_blocks)
         self._link.run(self._take, self._died)
         return self._spec
 
@@ -163,6 +165,9 @@ class TorchEngine(Engine):
             while not self._cache_events.empty():
                 self._cache_events.get_nowait()
             self._cache_events.put_nowait(CacheEvent(tuple(self._cached_keys), cleared=True))
+
+    def _settle(self, slots: Sequence[int]) -> None:
+        self.link.tell(m.Settle(list(slots)))
 
     def _died(self, error: BatonError) -> None:
         if self._steps.full():
