@@ -141,9 +141,13 @@ class LoadingReservation(Reservation):
         self._slots = await self._exchange(blocks)
         self._moved = False
 
-    async def release(self) -> None:
+    def end(self) -> None:
+        """Give everything back. Idempotent."""
         if self._released:
             return
         self._released = True
         self._abandon()
         self._give_back()
+
+    async def release(self) -> None:
+        self.end()

@@ -60,4 +60,6 @@ def _vllm(process: Process, settings: WorkerSettings) -> Chosen:
         chunk_tokens=settings.chunk_tokens,
         core=settings.core,
     )
-    return Chosen(VllmEngine(options, epoch=process.epoch, owner=process.id), load_card(settings.model, settings.served_name))
+    return Chosen(
+        VllmEngine(options, epoch=process.epoch, owner=process.id), load_card(settings.model, settings.served_name)
+    )
