@@ -8,6 +8,7 @@ importable there. Whether it is complete says a stamp: the digest of what it was
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from baton.cli.lock import making
 FOLDER = ".venv-vllm"
 REQUIREMENTS = "requirements-vllm.txt"
 STAMP = ".installed"
+NAMED = "BATON_VLLM_PYTHON"
 INSTALL_S = 1800.0
 """How long one pip may take, on a slow line."""
 
@@ -30,8 +32,13 @@ INSTALL_S = 1800.0
 def vllm_python(say: Say) -> str:
     """The interpreter of the vLLM environment, made or renewed when it is not what the requirements say.
 
+    `BATON_VLLM_PYTHON` names another one, which is taken as it is (a GPU's build of vLLM, say).
     Raises CliError: not a checkout, no network, a package that cannot be had.
     """
+    if named := os.environ.get(NAMED):
+        if not os.access(named, os.X_OK):
+            raise CliError(f"{NAMED} is {named}, which cannot be run", "name the python of an environment with vLLM")
+        return named
     root = project_root()
     if root is None:
         raise CliError("--engine vllm needs a checkout", "its requirements-vllm.txt says what is installed")

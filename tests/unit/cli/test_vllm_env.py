@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from baton.cli.errors import CliError
 from baton.cli.home import project_root
-from baton.cli.vllm_env import REQUIREMENTS, STAMP, install
+from baton.cli.vllm_env import NAMED, REQUIREMENTS, STAMP, install, vllm_python
 
 SHARED = ("torch", "numpy", "grpcio", "protobuf", "pydantic", "structlog", "nixl-cu12", "tokenizers", "msgspec")
 
@@ -59,6 +60,14 @@ def test_it_is_made_once_and_renewed_when_the_requirements_change(folder: Path) 
     with pytest.raises(CliError, match=r"tiny-thing==2\.0"):
         install(env, requirements, folder, said.append)
     assert not (env / STAMP).exists()  # the next call tries again
+
+
+def test_another_interpreter_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAMED, sys.executable)
+    assert vllm_python(print) == sys.executable
+    monkeypatch.setenv(NAMED, "/nowhere/python")
+    with pytest.raises(CliError, match="/nowhere/python"):
+        vllm_python(print)
 
 
 def test_it_has_the_base_pins_of_what_both_use() -> None:
