@@ -61,8 +61,10 @@ format: venv ## ruff format, and what ruff can fix
 test-fast: venv ## unit tests that are not slow
 	@$(BIN)/pytest tests/unit -m "not slow" -q
 
-test: lint deps ## lint and every test: unit, integration, faults
-	@$(BIN)/pytest
+test: lint deps vllm-env ## lint and every test: unit, integration, faults
+	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
+	@$(BIN)/pytest tests/unit -n 2 --dist loadfile
+	@$(BIN)/pytest tests/integration tests/faults
 
 faults: venv deps ## break a running Baton, by seed, and count what clients saw (ARGS="--seed 7 --faults 500 --parts processes")
 	@$(BIN)/python -m tests.faults.suite $(ARGS)
