@@ -1,4 +1,4 @@
-"""Which engine a worker runs, and the card of what it serves. Each engine's own options are read here and nowhere else."""
+"""Which engine a worker runs, and the card of what it serves. Each engine's own options are read here, nowhere else."""
 
 from __future__ import annotations
 

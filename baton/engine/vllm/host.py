@@ -100,7 +100,7 @@ class VllmEngine(Engine):
     async def start(self) -> EngineSpec:
         options = self._options
         if importlib.util.find_spec("vllm") is None:
-            raise BatonError(Reason.ENGINE_FAILED, "vLLM is not installed in this environment (see docs/vllm.md)")
+            raise BatonError(Reason.ENGINE_FAILED, "vLLM is not installed in this environment (`make vllm-env` makes one that has it)")
         if not Path(options.model).is_dir():
             message = (
                 f"vLLM takes a safetensors directory, not {options.model}: `baton model convert` makes one of a GGUF"
@@ -152,7 +152,7 @@ class VllmEngine(Engine):
     # ---- requests
 
     async def reserve(self, request: Request, *, decode_room: bool = True) -> Reservation:
-        staging, late, jobs = self._started
+        staging, late, _ = self._started
         spec = self.spec
         prompt = [*request.prompt_ids, *request.emitted_ids]
         validate(request, prompt, self._limits())
@@ -256,11 +256,9 @@ class VllmEngine(Engine):
 
     async def _settled(self) -> None:
         """Wait, not for ever, until vLLM has ended what was released."""
-        staging = self._started[0]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
-                while staging.ending:
-                    await asyncio.sleep(0.005)
+                await self._started[0].all_ended()
 
     async def clear_cache(self) -> int:
         staging = self._started[0]

@@ -8,6 +8,7 @@ those requests has ended on every rank.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Staging:
         self._changed = changed
         self._rooms: set[Room] = set()
         self._last_hold = 0
+        self._given_back = asyncio.Event()
 
     def take(self, keys: list[bytes], hits_at_most: int) -> Room:
         """A room for these blocks; prefix hits among the first `hits_at_most`. Raises PoolFull and takes nothing."""
@@ -138,6 +140,7 @@ class Staging:
         if room.released and not room.running and room in self._rooms:
             self._rooms.discard(room)
             self.pool.drop(reversed(room.slots))
+            self._given_back.set()
 
     def hold(self, keys: Sequence[bytes]) -> tuple[int, list[Handle]]:
         """Keep the blocks of those of `keys` that are here, until `unhold` of the number."""
@@ -166,6 +169,12 @@ class Staging:
     def ending(self) -> bool:
         """Whether a released room waits for vLLM."""
         return any(room.released for room in self._rooms)
+
+    async def all_ended(self) -> None:
+        """Wait until none does."""
+        while self.ending:
+            self._given_back.clear()
+            await self._given_back.wait()
 
     @property
     def pinned(self) -> int:
