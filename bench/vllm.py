@@ -107,7 +107,7 @@ def first_token(bench: Bench, prompts: int) -> dict[str, Any]:
     apart = bench.pd()
     with ExitStack() as stack:
         bench.console.print("  starting vLLM's own prefill and decode", style="dim")
-        one, two = (stack.enter_context(serving(bench.settings, core, "NixlConnector")) for core in (0, 1))
+        one, two = stack.enter_context(serving(bench.settings, (0, 1), "NixlConnector"))
         return asyncio.run(vllm_ttft.compare(bench.console, apart, (one, two), prompts))
 
 
@@ -116,7 +116,7 @@ def throughput(bench: Bench, turns: int) -> dict[str, Any]:
     with ExitStack() as stack:
         bench.console.print("  starting a merged worker and vLLM's own server", style="dim")
         ours = bench.run(stack, *MERGED, "--chunk-tokens", str(bench.settings.chunk))
-        theirs = stack.enter_context(serving(bench.settings, 0))
+        (theirs,) = stack.enter_context(serving(bench.settings, (0,)))
         return vllm_throughput.compare(bench.console, (ours.url, ours.model), (theirs, NAME), turns)
 
 

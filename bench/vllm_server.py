@@ -7,8 +7,8 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from baton.cli.home import project_root
 from baton.cli.ports import HOST, free_port
 
 NAME = "model"
-READY_S = 300.0
+READY_S = 600.0
 LEAVE_S = 30.0
 CACHE_GIB = 1
+LAST_BYTES = 4000
 
 
 @dataclass(frozen=True)
@@ -36,42 +37,71 @@ class Settings:
 
 
 @contextmanager
-def serving(settings: Settings, core: int, connector: str = "") -> Iterator[str]:
-    """The address of a server with its engine on `core`, ended with the block.
+def serving(settings: Settings, cores: Sequence[int], connector: str = "") -> Iterator[list[str]]:
+    """Addresses of servers, one with its engine on each of `cores`, started side by side and ended with the block.
 
-    `connector` names one of vLLM's own KV connectors, both producer and consumer. Raises RuntimeError with the server's
+    `connector` names one of vLLM's own KV connectors, both producer and consumer. Raises RuntimeError with a server's
     last words when it does not come up.
     """
-    port = free_port()
-    command = [settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
-    command += ["--served-model-name", NAME, "--host", HOST, "--port", str(port), "--dtype", settings.dtype]
-    command += ["--max-model-len", str(settings.context), "--max-num-seqs", str(settings.streams)]
-    command += ["--max-num-batched-tokens", str(settings.chunk), "--block-size", "32", "--enforce-eager"]
-    command += ["--disable-uvicorn-access-log"]
-    if connector:
-        told = {"kv_connector": connector, "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-        command += ["--kv-transfer-config", json.dumps(told)]
-    with tempfile.TemporaryFile("w+b") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(core), cwd=project_root()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(_Server(settings, core, connector)) for core in cores]
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            for server in servers:
+                server.wait(client)
+        yield [server.url for server in servers]
+
+
+class _Server:
+    """One process; a context manager."""
+
+    def __init__(self, settings: Settings, core: int, connector: str) -> None:
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        command = [settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
+        command += ["--served-model-name", NAME, "--host", HOST, "--port", str(port), "--dtype", settings.dtype]
+        command += ["--max-model-len", str(settings.context), "--max-num-seqs", str(settings.streams)]
+        command += ["--max-num-batched-tokens", str(settings.chunk), "--block-size", "32", "--enforce-eager"]
+        command += ["--disable-uvicorn-access-log"]
+        if connector:
+            told = {"kv_connector": connector, "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+            command += ["--kv-transfer-config", json.dumps(told)]
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed on the way out
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=_environment(core),
+            cwd=project_root(),
         )
+
+    def wait(self, client: httpx.Client) -> None:
+        """Return when it serves. Raises RuntimeError when it ends first, or never does."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            if (code := self._process.poll()) is not None:
+                raise RuntimeError(f"vLLM's server ended with {code}:\n{self._said()}")
+            with suppress(httpx.HTTPError):
+                if client.get(f"{self.url}/health").status_code == 200:
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"vLLM's server is not ready after {READY_S:.0f} s:\n{self._said()}")
+
+    def _said(self) -> str:
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
+        return self._log.read().decode(errors="replace")
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
         try:
-            _wait(f"http://{HOST}:{port}/health", process)
-            yield f"http://{HOST}:{port}"
-        except _NotReady as error:
-            log.seek(max(0, log.tell() - 4000))
-            raise RuntimeError(f"vLLM's server {error}:\n{log.read().decode(errors='replace')}") from None
-        finally:
-            process.terminate()
-            try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(LEAVE_S)
-
-
-class _NotReady(Exception):
-    pass
+            self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(LEAVE_S)
+        self._log.close()
 
 
 def _environment(core: int) -> Mapping[str, str]:
@@ -88,17 +118,3 @@ def _environment(core: int) -> Mapping[str, str]:
         # Block hashes of two processes must agree.
         "PYTHONHASHSEED": "0",
     }
-
-
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if (code := process.poll()) is not None:
-            raise _NotReady(f"ended with {code}")
-        try:
-            if httpx.get(url, timeout=5.0, trust_env=False).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise _NotReady(f"is not ready after {READY_S:.0f} s")
