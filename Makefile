@@ -63,7 +63,7 @@ test-fast: venv ## unit tests that are not slow
 
 test: lint deps vllm-env ## lint and every test: unit, integration, faults
 	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
-	@$(BIN)/pytest tests/unit -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 --dist loadfile
 	@$(BIN)/pytest tests/integration tests/faults
 
 faults: venv deps ## break a running Baton, by seed, and count what clients saw (ARGS="--seed 7 --faults 500 --parts processes")
