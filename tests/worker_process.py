@@ -66,9 +66,9 @@ class WorkerProcess:
         for line in self.process.stdout:
             self._lines.put(line.decode())
 
-    def wait_ready(self) -> WorkerProcess:
+    def wait_ready(self, limit_s: float = START_S) -> WorkerProcess:
         """Wait for the ready line."""
-        end = time.monotonic() + START_S
+        end = time.monotonic() + limit_s
         while time.monotonic() < end:
             with contextlib.suppress(queue.Empty, ValueError):
                 ready = json.loads(self._lines.get(timeout=0.2))

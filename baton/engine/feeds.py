@@ -1,4 +1,4 @@
-"""What an engine tells its worker: steps' tokens and cache changes, each for one consumer, bounded, and ended for good."""
+"""What an engine tells its worker: steps' tokens and cache changes, each for one consumer, bounded, ended for good."""
 
 from __future__ import annotations
 

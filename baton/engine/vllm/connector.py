@@ -55,6 +55,11 @@ class BatonConnector(KVConnectorBase_V1):
             self._link = HostLink(self._path, m.Scheduler(os.getpid()), 1)
             self._steps = StepWatch(StatsPage(self._link.descriptors[0]))
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what a preempted request has completed is in staging."""
+        return False
+
     # ---- the scheduler's side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -140,7 +145,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """After the forward pass: what it completed goes to staging and is told."""
-        assert self._copier is not None and self._link is not None
+        assert self._copier is not None
+        assert self._link is not None
         for copy in self._plan.saves:
             told = m.Sealed(self._rank, copy.job, copy.first, len(copy.slots))
             self._copier.save(copy.blocks, copy.slots, partial(self._link.send, told))

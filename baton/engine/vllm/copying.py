@@ -41,7 +41,7 @@ class BlockCopier:
             _pin(raw)
         slots = raw.numel() // (world * self.block_bytes)
         own = raw[: slots * world * self.block_bytes].view(slots, world, self.block_bytes)[:, rank]
-        self._staged = own.view(caches[0].dtype).unflatten(1, (len(caches), *block))
+        self._staged = own.view(caches[0].dtype).unflatten(1, (len(caches), *block))  # type: ignore[no-untyped-call]
         self._later: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]]] = queue.SimpleQueue()
         if caches[0].is_cuda:
             threading.Thread(target=self._tell_saved, name="baton saves", daemon=True).start()
@@ -66,7 +66,7 @@ class BlockCopier:
             rows = torch.stack([cache.index_select(0, index) for cache in self._caches], dim=1)
             for row, slot in zip(rows, slots, strict=True):
                 self._staged[slot].copy_(row, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._later.put((event, saved))
             return
@@ -85,6 +85,6 @@ class BlockCopier:
 
 def _pin(arena: Tensor) -> None:
     """Make host memory reachable for the GPU's copies. Raises RuntimeError when the driver refuses."""
-    status = torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
+    status = torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {arena.numel()} bytes failed with {int(status)}")

@@ -8,7 +8,6 @@ import importlib.util
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -100,17 +99,17 @@ class VllmEngine(Engine):
     async def start(self) -> EngineSpec:
         options = self._options
         if importlib.util.find_spec("vllm") is None:
-            raise BatonError(Reason.ENGINE_FAILED, "vLLM is not installed in this environment (`make vllm-env` makes one that has it)")
-        if not Path(options.model).is_dir():
-            message = (
-                f"vLLM takes a safetensors directory, not {options.model}: `baton model convert` makes one of a GGUF"
+            raise BatonError(
+                Reason.ENGINE_FAILED,
+                "vLLM is not installed in this environment (`make vllm-env` makes one that has it)",
             )
-            raise BatonError(Reason.ENGINE_FAILED, message)
         await self._listener.start()
         try:
             async with asyncio.timeout(START_S):
                 # Half a minute, and it blocks: the loop must take the connections of the processes that it starts.
                 self._llm = await asyncio.to_thread(build, options, self._listener.path)
+        except BatonError:
+            raise
         except Exception as error:
             raise BatonError(Reason.ENGINE_FAILED, f"vLLM did not start: {type(error).__name__}: {error}") from error
         from baton.engine.vllm.jobs import Jobs  # imports vLLM

@@ -39,11 +39,13 @@ SAVED_S = 30.0
 @dataclass(eq=False)
 class _Job:
     reservation: VllmReservation
-    stream: Stream
     computes: int
     """Prompt tokens that staging does not bring."""
     since: float
-    failed: Callable[[BatonError], None]
+    stream: Stream = field(init=False)
+    failed: Callable[[BatonError], None] = field(init=False)
+    started: bool = False
+    """Whether its first token is there."""
     saved: dict[int, int] = field(default_factory=dict)
     """By rank: how many of the prompt's blocks are in staging."""
     ended: set[int] = field(default_factory=set)
@@ -88,17 +90,17 @@ class Jobs:
     @property
     def running(self) -> int:
         """Jobs that have drawn a token."""
-        return sum(job.stream.started for job in self._running)
+        return sum(job.started for job in self._running)
 
     @property
     def waiting(self) -> int:
         """Jobs that have not."""
-        return sum(not job.stream.started for job in self._running)
+        return sum(not job.started for job in self._running)
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of those."""
-        return sum(job.computes for job in self._running if not job.stream.started)
+        return sum(job.computes for job in self._running if not job.started)
 
     @property
     def oldest(self) -> float:
@@ -136,23 +138,25 @@ class Jobs:
         )
         room.running.add(number)
 
+        # Its end on the ranks and its last output come on two ways: whichever is first, this is the job they mean.
+        job = _Job(reservation, len(prompt) - ready * size, time.time())
+        self._jobs[number] = job
+
         def got(delta: Delta) -> None:
-            job = self._jobs[number]
-            if job.computes and not job.over:
+            if not job.started:
+                job.started = True
                 self.computed_tokens += max(0, len(prompt) - delta.cached_tokens)
-                job.computes = 0
             job.over = job.over or delta.finish is not None
             take(job, delta)
 
         def fell(error: BatonError) -> None:
-            job = self._jobs[number]
             job.over = True
             if job.stream.refused:
                 self._end(number)
             failed(error)
 
-        stream = Stream(self._llm, prompt, params, request.key_root.hex(), number, got, fell)
-        self._jobs[number] = _Job(reservation, stream, len(prompt) - ready * size, time.time(), fell)
+        job.failed = fell
+        job.stream = Stream(self._llm, prompt, params, request.key_root.hex(), number, got, fell)
 
     def stop(self, reservation: VllmReservation) -> None:
         """Nobody wants what runs for it any more."""
@@ -198,8 +202,9 @@ class Jobs:
                 self._end(message.job)
 
     def _end(self, number: int) -> None:
-        job = self._jobs.pop(number)
-        self._staging.ended(job.reservation.room, number)
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            self._staging.ended(job.reservation.room, number)
 
     # ---- prefill
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.engine.admission import MAX_LOGPROBS
@@ -33,10 +34,14 @@ ENVIRONMENT = {
 
 
 def build(options: VllmOptions, path: str) -> AsyncLLM:
-    """Start vLLM and wait until it serves (half a minute). Raises whatever vLLM raises.
+    """Start vLLM and wait until it serves (half a minute). Raises whatever vLLM raises, BatonError(ENGINE_FAILED) for a
+    model that is no directory.
 
     `path`: where its processes find us.
     """
+    if not Path(options.model).is_dir():
+        message = f"vLLM takes a safetensors directory, not {options.model}: `baton model convert` makes one of a GGUF"
+        raise BatonError(Reason.ENGINE_FAILED, message)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if options.core is not None:
@@ -45,21 +50,28 @@ def build(options: VllmOptions, path: str) -> AsyncLLM:
 
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from baton.engine.vllm.connector import PATH
+    from baton.engine.vllm.executor import CORE, OneCoreExecutor
+
+    one_core = current_platform.is_cpu() and options.core is not None and options.tensor_parallel == 1
+    if one_core:
+        os.environ["OMP_NUM_THREADS"] = "1"
 
     arguments = AsyncEngineArgs(
         model=options.model,
         tokenizer=options.model,
         skip_tokenizer_init=True,  # text is the frontend's
-        dtype=options.dtype,  # type: ignore[arg-type]
+        dtype=options.dtype,
         max_model_len=-1,  # as much as fits into its cache
         max_num_seqs=options.max_streams,
         max_num_batched_tokens=max(options.chunk_tokens, options.max_streams),
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=options.cache_bytes,
         tensor_parallel_size=options.tensor_parallel,
+        distributed_executor_backend=OneCoreExecutor if one_core else None,
         enforce_eager=True,
         enable_prefix_caching=True,
         max_logprobs=MAX_LOGPROBS,
@@ -70,7 +82,7 @@ def build(options: VllmOptions, path: str) -> AsyncLLM:
             kv_connector="BatonConnector",
             kv_connector_module_path="baton.engine.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={PATH: path},
+            kv_connector_extra_config={PATH: path, CORE: options.core},
         ),
     )
     return AsyncLLM.from_engine_args(arguments)

@@ -45,24 +45,24 @@ class Stream:
         failed: Callable[[BatonError], None],
     ) -> None:
         self.job = job
-        self.started = False
-        """Whether its first token is there."""
         self.refused = False
         """Whether vLLM did not take it in at all."""
         self._llm = llm
         self._params = params
         self._take = take
         self._failed = failed
-        self._stopped = asyncio.Event()
+        self._stopped = False
+        self._added = False
         self._task = asyncio.create_task(self._run(prompt, salt), name=f"vllm job {job}")
 
     def stop(self) -> None:
         """End it there. Idempotent."""
-        self._stopped.set()
-
-    async def wait(self) -> None:
-        """Until vLLM has been told what there is to tell."""
-        await asyncio.wait((self._task,))
+        if self._stopped:
+            return
+        self._stopped = True
+        # A cancellation of one's own would be met by the abort. Before it is added the request is not to be lost there.
+        if self._added and asyncio.current_task() is not self._task:
+            self._task.cancel()
 
     async def _run(self, prompt: list[int], salt: str) -> None:
         try:
@@ -70,36 +70,27 @@ class Stream:
         except BatonError as error:
             self._tell(error)
         except ValueError as error:
-            self.refused = True
-            self._tell(BatonError(Reason.INVALID_REQUEST, str(error)))
+            self.refused = not self._added
+            self._tell(BatonError(Reason.INVALID_REQUEST if self.refused else Reason.ENGINE_FAILED, str(error)))
         except Exception as error:
             self._tell(BatonError(Reason.ENGINE_FAILED, f"{type(error).__name__}: {error}"))
 
     def _tell(self, error: BatonError) -> None:
-        if not self._stopped.is_set():
+        if not self._stopped:
             self._failed(error)
 
     async def _stream(self, prompt: list[int], salt: str) -> None:
         queue = await self._llm.add_request(str(self.job), tokens_input(prompt, cache_salt=salt), self._params)
-        stopped = asyncio.create_task(self._stopped.wait())
+        self._added = True
+        finished = False
         try:
-            finished = False
-            while not finished and not self._stopped.is_set():
-                output = queue.get_nowait()
-                if output is None:
-                    got = asyncio.create_task(queue.get())
-                    await asyncio.wait((got, stopped), return_when=asyncio.FIRST_COMPLETED)
-                    if not got.done():
-                        got.cancel()
-                        break
-                    output = got.result()
+            while not finished and not self._stopped:
+                output = queue.get_nowait() or await queue.get()
                 finished = output.finished
-                self.started = True
                 self._take(_delta(output, self._params.logprobs, self._params.prompt_logprobs))
+        finally:
             if not finished:
                 await self._llm.abort(queue.request_id, internal=True)
-        finally:
-            stopped.cancel()
 
 
 def _delta(output: Any, logprobs: int | None, prompt_logprobs: int | None) -> Delta:

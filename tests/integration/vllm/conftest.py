@@ -15,6 +15,8 @@ from tests.tiny_model import make_tiny_model
 from tests.worker_process import ROOT, WorkerProcess, settle
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+START_S = 600.0
+"""Half a minute on a machine that has nothing else to do."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ def vllm_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFle
             worker("prefill", "prefill-vllm-spare", cores[0]),
         ]
         for process in started:
-            process.wait_ready()
+            process.wait_ready(START_S)
         yield VllmFleet(*started, model)
 
 

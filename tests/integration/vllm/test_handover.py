@@ -17,7 +17,7 @@ from tests.scripted_prefill import Write, blocks, done, hold, run_request, scrip
 from tests.tiny_model import greedy
 from tests.worker_process import HANG_S, frontend, settle
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 BLOCK = 32
 LENGTHS = (1, 31, 32, 33, 64, 200, 257, 700)
@@ -182,7 +182,9 @@ async def test_abort_in_each_stage_frees_both_sides(fleet: VllmFleet) -> None:
                 assert await decode.abort(uid)
             await settle(fleet.decode, fleet.prefill)
         ids = prompt(150, 77)
-        assert (await decode.run("after", ids, disaggregated(fleet.prefill))).tokens == {0: greedy(fleet.model, ids, 16)}
+        assert (await decode.run("after", ids, disaggregated(fleet.prefill))).tokens == {
+            0: greedy(fleet.model, ids, 16)
+        }
 
 
 async def test_a_full_pool_refuses(fleet: VllmFleet) -> None:

@@ -7,7 +7,9 @@ from baton.engine.vllm.plan import Copy, Planner, StepPlan
 SIZE = 32
 
 
-def params(job: int = 1, slots: tuple[int, ...] = (10, 11, 12), ready: int = 0, saves: bool = True) -> dict[str, object]:
+def params(
+    job: int = 1, slots: tuple[int, ...] = (10, 11, 12), ready: int = 0, saves: bool = True
+) -> dict[str, object]:
     return {"baton_job": job, "slots": list(slots), "ready": ready, "saves": saves}
 
 
