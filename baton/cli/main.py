@@ -80,7 +80,11 @@ def up(
     ] = "torch",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     cores: Annotated[
-        str, typer.Option(help="Pin the workers' engines to these cores in turn, as in 0,1.", metavar="N,N")
+        str,
+        typer.Option(
+            help="Pin the workers' engines to these cores in turn, as in 0,1. Left out: vllm to all, torch to none.",
+            metavar="N,N",
+        ),
     ] = "",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that a worker computes in one step.")] = 256,
     prefill_chunk_tokens: Annotated[
@@ -110,7 +114,7 @@ def up(
         merged=merged,
         engine=_one_of("--engine", engine, ENGINES),
         dtype=_one_of("--dtype", dtype, ("bfloat16", "float32")),
-        cores=_cores(cores),
+        cores=_cores(cores, engine),
         chunk_tokens=chunk_tokens,
         prefill_chunk_tokens=prefill_chunk_tokens,
         fallback=_one_of("--fallback", fallback, ("auto", "strict")),
@@ -330,7 +334,10 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _cores(text: str) -> tuple[int, ...]:
+def _cores(text: str, engine: str) -> tuple[int, ...]:
+    if not text.strip() and engine == "vllm":
+        # Its threads spin while they wait: engines that share cores take each other's time.
+        return tuple(sorted(os.sched_getaffinity(0)))
     try:
         cores = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
