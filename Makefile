@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv deps up down status protos lint format test-fast test faults clean help
+.PHONY: venv deps vllm-env up down status protos lint format test-fast test faults clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,6 +34,9 @@ deps: venv ## what tests need and a checkout does not carry: the model, an etcd,
 	@$(BIN)/baton fetch
 	@$(BIN)/python -m tests.sglang_wheel
 
+vllm-env: venv ## what `--engine vllm` needs: an environment of its own (.venv-vllm, 2 GB), the model converted
+	@$(BIN)/baton fetch --engine vllm
+
 up: venv ## start everything on this machine (ARGS="--http-port 8080 ...")
 	@$(BIN)/baton up $(ARGS)
 
@@ -59,12 +62,14 @@ format: venv ## ruff format, and what ruff can fix
 test-fast: venv ## unit tests that are not slow
 	@$(BIN)/pytest tests/unit -m "not slow" -q
 
-test: lint deps ## lint and every test: unit, integration, faults
-	@$(BIN)/pytest
+test: lint deps vllm-env ## lint and every test: unit, integration, faults
+	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
+	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 --dist loadfile
+	@$(BIN)/pytest tests/integration tests/faults
 
 faults: venv deps ## break a running Baton, by seed, and count what clients saw (ARGS="--seed 7 --faults 500 --parts processes")
 	@$(BIN)/python -m tests.faults.suite $(ARGS)
 
 clean: down ## remove what was built (not the fetched model)
-	@rm -rf $(VENV) build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) .venv-vllm build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,9 +36,11 @@ class Balancer:
             self._outstanding[chosen] -= 1
 
 
-def merged_pair(stack: ExitStack, chunk: int, model: str, settings: Mapping[str, object] | None = None) -> list[Run]:
+def merged_pair(
+    stack: ExitStack, chunk: int, model: str, settings: Mapping[str, object] | None = None, flags: Sequence[str] = ()
+) -> list[Run]:
     """Two merged workers on cores 0 and 1, each a run of its own: what balances between them is ours alone."""
-    common = ["--prefill", "0", "--decode", "0", "--merged", "1", "--chunk-tokens", str(chunk)]
+    common = ["--prefill", "0", "--decode", "0", "--merged", "1", "--chunk-tokens", str(chunk), *flags]
     return [
         stack.enter_context(running(*common, "--cores", core, model=model, settings=settings)) for core in ("0", "1")
     ]

@@ -13,6 +13,7 @@ import httpx
 import orjson
 
 TIMEOUT_S = 120.0
+JSON = {"content-type": "application/json"}
 
 
 @dataclass
@@ -45,8 +46,13 @@ class Answer:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else 0.0
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, answer: Answer) -> None:
-    """Send token ids to /v1/completions, greedy and without an early end, and note in `answer` when text comes."""
+async def stream(
+    client: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, answer: Answer, **more: object
+) -> None:
+    """Send token ids to /v1/completions, greedy and without an early end, and note in `answer` when text comes.
+
+    `more` are further fields of the request.
+    """
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -54,10 +60,13 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: Sequence[int], m
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        **more,
     }
     answer.sent = time.perf_counter()
     try:
-        async with client.stream("POST", "/v1/completions", content=orjson.dumps(body), timeout=TIMEOUT_S) as response:
+        async with client.stream(
+            "POST", "/v1/completions", content=orjson.dumps(body), headers=JSON, timeout=TIMEOUT_S
+        ) as response:
             answer.route = response.headers.get("x-baton-route", "")
             if response.status_code != 200:
                 answer.error = (await response.aread()).decode(errors="replace")[:300]

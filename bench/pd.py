@@ -26,6 +26,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -157,14 +158,18 @@ async def idle(run: Run, seconds: float) -> Load:
     return Load(UTILISATION / ttft, SLO * ttft, SLO * statistics.mean(still.gaps))
 
 
+Pair = Callable[[ExitStack, int], list[Run]]
+"""Starts two merged workers with that chunk size, each a run of its own."""
+
+
 def try_chunks(
-    console: Console, pd: Run, load: Load, chunks: tuple[int, ...], seconds: float, model: str
+    console: Console, pd: Run, load: Load, chunks: tuple[int, ...], seconds: float, pair: Pair
 ) -> dict[int, tuple[Turn, Turn]]:
     """A turn of merged with each chunk size, and one of pd beside it with the same arrivals."""
     tried = {}
     for chunk in chunks:
         with ExitStack() as stack:
-            runs = merged_pair(stack, chunk, model)
+            runs = pair(stack, chunk)
             asyncio.run(turn(runs, load, 0, seconds / 4))
             tried[chunk] = (asyncio.run(turn(runs, load, 99, seconds)), asyncio.run(turn([pd], load, 99, seconds)))
         console.print(f"  chunk {chunk}: merged {_said(tried[chunk][0])}; pd {_said(tried[chunk][1])}", style="dim")
@@ -302,7 +307,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         tried: dict[int, tuple[Turn, Turn]] = {}
         if not options.chunk:
-            tried = try_chunks(console, pd, load, CHUNKS, options.seconds, options.model)
+            tried = try_chunks(
+                console, pd, load, CHUNKS, options.seconds, lambda at, size: merged_pair(at, size, options.model)
+            )
         chunk = options.chunk or best_chunk(tried)
         both = ["--prefill", "0", "--decode", "0", "--merged", "2", "--chunk-tokens", str(chunk), "--cores", "0,1"]
         ways = {

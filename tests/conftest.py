@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from baton.cli.converted import as_directory
+from baton.cli.home import Home
+
 ROOT = Path(__file__).resolve().parent.parent
 FETCH_S = 900.0
 
@@ -29,3 +32,9 @@ def model_path() -> Path:
         environment = {**os.environ, "BATON_HOME": str(ROOT / ".baton")}
         subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, timeout=FETCH_S, check=True)
     return path
+
+
+@pytest.fixture(scope="session")
+def converted_path(model_path: Path) -> Path:
+    """The real model as a safetensors directory in float32, converted once."""
+    return as_directory(Home(ROOT / ".baton"), model_path, lambda text: None)

@@ -32,7 +32,7 @@ class WorkerProcess:
     """One `python -m services.<role>`. Leaving the context ends it, whatever state it is in.
 
     `mark` is added to its environment, and so to that of its children: by it they can be found. `prefix` goes before
-    the command.
+    the command, and `python` is the interpreter of its environment.
     """
 
     def __init__(
@@ -42,12 +42,13 @@ class WorkerProcess:
         directory: Path,
         mark: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        python: str = sys.executable,
         **flags: object,
     ) -> None:
         self.role = role
         self.id = id
         self.log_path = directory / f"{id}.log"
-        command = [*prefix, sys.executable, "-m", f"services.{role}", "--id", id]
+        command = [*prefix, python, "-m", f"services.{role}", "--id", id]
         for name, value in flags.items():
             flag = f"--{name.replace('_', '-')}"
             command += [flag] if value is True else [flag, str(value)]
@@ -65,9 +66,9 @@ class WorkerProcess:
         for line in self.process.stdout:
             self._lines.put(line.decode())
 
-    def wait_ready(self) -> WorkerProcess:
+    def wait_ready(self, limit_s: float = START_S) -> WorkerProcess:
         """Wait for the ready line."""
-        end = time.monotonic() + START_S
+        end = time.monotonic() + limit_s
         while time.monotonic() < end:
             with contextlib.suppress(queue.Empty, ValueError):
                 ready = json.loads(self._lines.get(timeout=0.2))

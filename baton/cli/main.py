@@ -18,8 +18,9 @@ from typer.core import TyperGroup
 from baton.cli import kv, sglang
 from baton.cli.errors import CliError
 from baton.cli.home import Home, find_home, project_root
+from baton.cli.model import app as model_app
 from baton.cli.show import LiveProgress, err, out, seconds, show_error
-from baton.cli.stack import Options
+from baton.cli.stack import ENGINES, Options
 
 
 class _Group(TyperGroup):
@@ -51,6 +52,7 @@ app = typer.Typer(
 
 app.add_typer(kv.app, name="kv")
 app.add_typer(sglang.app, name="sglang")
+app.add_typer(model_app, name="model")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")]
 
@@ -73,9 +75,17 @@ def up(
     prefill: Annotated[int, typer.Option(min=0, help="How many prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="How many decode workers.")] = 1,
     merged: Annotated[int, typer.Option(min=0, help="How many merged workers (prefill and decode in one).")] = 1,
+    engine: Annotated[
+        str,
+        typer.Option(help="What workers compute with: torch (built in), or vllm (installed beside, once: 2 GB)."),
+    ] = "torch",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     cores: Annotated[
-        str, typer.Option(help="Pin the workers' engines to these cores in turn, as in 0,1.", metavar="N,N")
+        str,
+        typer.Option(
+            help="Pin the workers' engines to these cores in turn, as in 0,1. Left out: vllm to all, torch to none.",
+            metavar="N,N",
+        ),
     ] = "",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that a worker computes in one step.")] = 256,
     prefill_chunk_tokens: Annotated[
@@ -91,7 +101,7 @@ def up(
     Safe to repeat: what runs is left alone, what died is started again. When a start fails, everything this
     command started is ended again.
 
-    Examples: `baton up` · `baton up --model ~/models/Qwen2.5-0.5B-Instruct --decode 2` · `baton up --http-port 8080`
+    Examples: `baton up` · `baton up --model ~/models/Qwen2.5-0.5B-Instruct --decode 2` · `baton up --engine vllm`
     """
     from baton.cli.up import up as bring_up
 
@@ -103,8 +113,9 @@ def up(
         prefill=prefill,
         decode=decode,
         merged=merged,
+        engine=_one_of("--engine", engine, ENGINES),
         dtype=_one_of("--dtype", dtype, ("bfloat16", "float32")),
-        cores=_cores(cores),
+        cores=_cores(cores, engine),
         chunk_tokens=chunk_tokens,
         prefill_chunk_tokens=prefill_chunk_tokens,
         fallback=_one_of("--fallback", fallback, ("auto", "strict")),
@@ -169,7 +180,8 @@ def status(as_json: Json = False) -> None:
     elif not found.rows:
         out.print("nothing is running; start with `baton up`")
     else:
-        table = Table("name", "id", "pid", "address", "state", "RSS", "CPU", "up", "router", box=None, pad_edge=False)
+        titles = ("name", "engine", "id", "pid", "address", "state", "RSS", "CPU", "up", "router")
+        table = Table(*titles, box=None, pad_edge=False)
         for column in table.columns[:-1]:
             column.no_wrap = True
 
@@ -184,6 +196,7 @@ def status(as_json: Json = False) -> None:
             alive = row.state == "running"
             table.add_row(
                 row.name,
+                row.engine,
                 row.id,
                 str(row.pid),
                 row.address.removeprefix("127.0.0.1"),
@@ -286,17 +299,34 @@ def drain(
 
 
 @app.command()
-def fetch(as_json: Json = False) -> None:
+def fetch(
+    engine: Annotated[
+        str, typer.Option(help="vllm: its environment too (2 GB), and the default model as it loads it.")
+    ] = "torch",
+    as_json: Json = False,
+) -> None:
     """Fetch what a run needs and a checkout does not carry: the default model, and etcd if the machine has none."""
+    from baton.cli.converted import as_directory
     from baton.cli.fetch import default_model, find_etcd
+    from baton.cli.vllm_env import vllm_python
 
+    vllm = _one_of("--engine", engine, ENGINES) == "vllm"
     home: Home = find_home()
-    model = default_model(home, err.print)
-    etcd = find_etcd(home, err.print)
+    with LiveProgress() as progress:
+        model = default_model(home, lambda text: progress.step("model", text))
+        if vllm:
+            model = as_directory(home, model, lambda text: progress.step("model", text))
+        progress.step("model", "ready")
+        etcd = find_etcd(home, lambda text: progress.step("etcd", text))
+        progress.step("etcd", "ready")
+        python = vllm_python(lambda text: progress.step("vllm", text)) if vllm else ""
+        if vllm:
+            progress.step("vllm", "ready")
     if as_json:
-        _print_json({"model": str(model), "etcd": etcd})
-    else:
-        out.print(f"model: {home.shown(model)}\netcd:  {etcd}", markup=False, soft_wrap=True)
+        _print_json({"model": str(model), "etcd": etcd, **({"vllm": python} if vllm else {})})
+        return
+    lines = [f"model: {home.shown(model)}", f"etcd:  {etcd}", *([f"vllm:  {python}"] if vllm else [])]
+    out.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -305,7 +335,10 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _cores(text: str) -> tuple[int, ...]:
+def _cores(text: str, engine: str) -> tuple[int, ...]:
+    if not text.strip() and engine == "vllm":
+        # Its threads spin while they wait: engines that share cores take each other's time.
+        return tuple(sorted(os.sched_getaffinity(0)))
     try:
         cores = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:

@@ -190,9 +190,9 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def service(name: str, *flags: str) -> list[str]:
+def service(name: str, *flags: str, python: str = sys.executable) -> list[str]:
     """The command line of one of our services."""
-    return [sys.executable, "-m", f"services.{name}", *flags]
+    return [python, "-m", f"services.{name}", *flags]
 
 
 def _start_time(pid: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Set
 from dataclasses import asdict, dataclass, fields
 
@@ -9,6 +10,7 @@ from baton.cli.ports import HOST
 from baton.cli.process import service
 
 CLUSTER = "local"
+ENGINES = ("torch", "vllm")
 STOP_ORDER = ("frontend", "router", "decode", "merged", "prefill", "kvstore", "etcd")
 """Who hears of the end first: no new requests, then no new plans, then who reads before who is read from."""
 
@@ -24,6 +26,7 @@ class Options:
     prefill: int = 1
     decode: int = 1
     merged: int = 1
+    engine: str = "torch"
     dtype: str = "bfloat16"
     cores: tuple[int, ...] = ()
     chunk_tokens: int = 256
@@ -55,9 +58,13 @@ def etcd_spec(binary: str, data: str, port: int, peer_port: int) -> Spec:
     return Spec("etcd", "etcd", (binary, *flags))
 
 
-def service_specs(options: Options, model: str, etcd: str) -> list[Spec]:
-    """Every service of the run, the frontend last. `model` is the file or folder, `etcd` host:port."""
+def service_specs(options: Options, model: str, etcd: str, python: str = sys.executable) -> list[Spec]:
+    """Every service of the run, the frontend last.
+
+    `model` is the file or folder, `etcd` host:port, `python` the interpreter in whose environment workers run.
+    """
     shared = ["--etcd", etcd, "--cluster", CLUSTER]
+    engine = ["--engine", options.engine] if options.engine != "torch" else []
     named = ["--served-name", options.served_name] if options.served_name else []
     specs = [
         Spec("router", "router", tuple(service("router", *shared))),
@@ -68,8 +75,8 @@ def service_specs(options: Options, model: str, etcd: str) -> list[Spec]:
         chunk = (options.prefill_chunk_tokens if role == "prefill" else 0) or options.chunk_tokens
         for n in range(1, count + 1):
             flags = [*shared, "--model", model, *named, "--dtype", options.dtype, *next(cores)]
-            flags += ["--chunk-tokens", str(chunk)]
-            specs.append(Spec(f"{role}-{n}", role, tuple(service(role, *flags))))
+            flags += [*engine, "--chunk-tokens", str(chunk)]
+            specs.append(Spec(f"{role}-{n}", role, tuple(service(role, *flags, python=python))))
     flags = [*shared, "--model", model, *named, "--port", str(options.http_port), "--fallback", options.fallback]
     flags += ["--linger-s", "0"]  # no balancer looks
     specs.append(Spec("frontend", "frontend", tuple(service("frontend", *flags))))
@@ -81,9 +88,9 @@ def shared_cores(options: Options, there: Set[int]) -> frozenset[int]:
 
     Off the decode engines' cores, when prefill engines are pinned to others: a stream feels whatever else its engine's
     core does, a prompt hardly. Measured with one prefill and one decode on two cores (`baton bench pd`): ITL p99 48 ms
-    and 57 without, time to the first token 5 % more.
+    and 57 without, time to the first token 5 % more. Not with vLLM, whose engine is more processes than the pinned one.
     """
-    if not options.cores:
+    if not options.cores or options.engine != "torch":
         return frozenset()
     pinned = [options.cores[n % len(options.cores)] for n in range(options.prefill + options.decode + options.merged)]
     streaming = set(pinned[options.prefill :])

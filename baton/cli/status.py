@@ -21,7 +21,8 @@ VIEW_S = 3.0
 
 @dataclass
 class Row:
-    """One process. CPU and memory include its children (the engine). `router` is empty for what no router sees."""
+    """One process. CPU and memory include its children (the engine). `router` is empty for what no router sees,
+    `engine` too."""
 
     name: str
     role: str
@@ -33,6 +34,7 @@ class Row:
     cpu_percent: float = 0.0
     uptime_s: float = 0.0
     log: str = ""
+    engine: str = ""
     router: dict[str, object] = field(default_factory=dict)
 
 
@@ -76,6 +78,7 @@ def status(home: Home) -> Status:
         if process and record.name in before:
             row.cpu_percent = round(100 * max(0.0, _cpu_seconds(process) - before[record.name]) / passed, 1)
         if view := views.get(record.id):
+            row.engine = view.worker.engine
             row.router = _seen(view)
         rows.append(row)
     return Status(rows, registry if rows else "")

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from typing import Protocol
 
 import httpx
 
+from baton.cli.converted import as_directory
 from baton.cli.down import GRACE_S, stop
 from baton.cli.errors import CliError
 from baton.cli.fetch import find_etcd, find_model
@@ -23,9 +25,12 @@ from baton.cli.home import Home
 from baton.cli.ports import HOST, free_port, need_free
 from baton.cli.process import Record, children_of, end, marked, process_of, ready_line, records, spawn, tail
 from baton.cli.stack import Options, Spec, etcd_spec, service_specs, shared_cores
+from baton.cli.vllm_env import vllm_python
 
-READY_S = 300.0
-"""How long one process may take to be ready, and then the whole to answer."""
+READY_S = {"torch": 300.0, "vllm": 900.0}
+"""How long processes of a run with that engine may take to be ready, and then the whole to answer."""
+TOLD_S = 10.0
+"""How often is said who is still awaited."""
 ANSWER_S = 120.0
 """How long the first completion may take."""
 LOG_LINES = 15
@@ -64,21 +69,26 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
         if "frontend" not in alive:
             need_free(options.http_port, "HTTP", "another one with --http-port")
         model = find_model(home, options.model, lambda text: progress.step("model", text))
+        python = sys.executable
+        if options.engine == "vllm":
+            model = as_directory(home, model, lambda text: progress.step("model", text))
+            python = vllm_python(lambda text: progress.step("vllm", text))
+            progress.step("vllm", "ready")
         progress.step("model", "ready")
         children: list[_Child] = []
         try:
             cores = shared_cores(options, os.sched_getaffinity(0))
             etcd = _etcd(home, options, alive, children, progress, cores)
-            specs = service_specs(options, str(model), f"{HOST}:{etcd}")
+            specs = service_specs(options, str(model), f"{HOST}:{etcd}", python)
             for spec in specs:
                 if spec.name in alive:
                     progress.step(spec.name, "ready")
                 else:
                     children.append(_start(home, spec, progress, cores))
             (home.run / "up.json").write_text(json.dumps(asdict(options)))
-            _wait_ready(home, [child for child in children if child.record.role != "etcd"], progress)
+            _wait_ready(home, [c for c in children if c.record.role != "etcd"], READY_S[options.engine], progress)
             url = _url(home)
-            served = _first_completion(home, url, children, progress)
+            served = _first_completion(home, url, children, READY_S[options.engine], progress)
         except BaseException:
             with _undisturbed():
                 _undo(home, set(alive), children, progress)
@@ -154,7 +164,7 @@ def _etcd(
     def healthy() -> bool:
         return b"true" in _get(f"http://{HOST}:{port}/health")
 
-    _wait_for(healthy, [child], READY_S, "etcd is not healthy")
+    _wait_for(healthy, [child], READY_S["torch"], "etcd is not healthy")
     child.record.id, child.record.ready = "etcd", True
     child.record.save(home)
     progress.step("etcd", "ready")
@@ -166,11 +176,17 @@ def _start(home: Home, spec: Spec, progress: Progress, cores: Set[int]) -> _Chil
     return _Child(*spawn(home, spec.name, spec.role, spec.command, cores))
 
 
-def _wait_ready(home: Home, children: list[_Child], progress: Progress) -> None:
+def _wait_ready(home: Home, children: list[_Child], within_s: float, progress: Progress) -> None:
     """Wait for every ready line."""
     waiting = {child.record.name: child for child in children}
+    began = told = time.monotonic()
 
     def all_ready() -> bool:
+        nonlocal told
+        if (now := time.monotonic()) - told >= TOLD_S:
+            told = now
+            for name in waiting:
+                progress.step(name, f"starting, {now - began:.0f} s")
         for name, child in list(waiting.items()):
             if said := ready_line(home, name):
                 record = child.record
@@ -181,10 +197,10 @@ def _wait_ready(home: Home, children: list[_Child], progress: Progress) -> None:
                 del waiting[name]
         return not waiting
 
-    _wait_for(all_ready, children, READY_S, lambda: f"not ready in time: {', '.join(waiting)}")
+    _wait_for(all_ready, children, within_s, lambda: f"not ready in time: {', '.join(waiting)}")
 
 
-def _first_completion(home: Home, url: str, children: list[_Child], progress: Progress) -> str:
+def _first_completion(home: Home, url: str, children: list[_Child], within_s: float, progress: Progress) -> str:
     """Wait for /ready, then for one real completion. Returns the served model's name."""
     why = [""]
 
@@ -201,7 +217,7 @@ def _first_completion(home: Home, url: str, children: list[_Child], progress: Pr
         return content.get("ready") is True
 
     progress.step("ready", "waiting")
-    _wait_for(ready, children, READY_S, lambda: f"the run does not become ready ({why[0]})")
+    _wait_for(ready, children, within_s, lambda: f"the run does not become ready ({why[0]})")
     progress.step("ready", "ready")
     progress.step("completion", "waiting")
     with _http(ANSWER_S) as client:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from baton.errors import Reason
+from baton.kv.arena import Arena
 from baton.kv.handle import Handle
 from baton.kv.layout import LayoutFingerprint
 from baton.transfer.port import ReadReport
@@ -151,7 +152,11 @@ PrefillEvent = SealedBlocks | PrefillDone
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is, known once it has started."""
+    """What an engine is, known once it has started.
+
+    `partial_blocks`: whether a prompt's last block is handed over when the prompt ends inside it. An engine that only
+    takes whole blocks computes those few tokens itself, beside the one that it has to compute anyway.
+    """
 
     name: str
     fingerprint: LayoutFingerprint
@@ -162,6 +167,11 @@ class EngineSpec:
     vocab_size: int
     resume: Resume
     eos_token_ids: tuple[int, ...]
+    partial_blocks: bool = True
+
+    def handed_over(self, tokens: int) -> int:
+        """How many of a prompt's `tokens` a whole hand-over brings."""
+        return tokens if self.partial_blocks else tokens // self.block_size * self.block_size
 
 
 @dataclass(frozen=True)
@@ -237,7 +247,12 @@ class Reservation(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """One model, one pool of KV blocks."""
+    """One model, one pool of KV blocks.
+
+    `arena`: the pool's bytes, where the worker's process registers them with its transports; None: it has none to.
+    """
+
+    arena: Arena | None = None
 
     @abc.abstractmethod
     async def start(self) -> EngineSpec:

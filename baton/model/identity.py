@@ -16,6 +16,7 @@ from typing import Any
 
 from baton.model.errors import ModelError
 from baton.model.files import ModelFiles, open_model
+from baton.model.origin import original
 
 SAMPLE_BYTES = 1024
 _MAX_SAFETENSORS_HEADER = 100 << 20
@@ -52,6 +53,7 @@ def weights_identity(model: str | Path | ModelFiles) -> str:
         _add_gguf(digest, files)
     else:
         _add_safetensors(digest, files)
+        return original(files.path, "weights", digest.hexdigest())
     return digest.hexdigest()
 
 

@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from baton.model.errors import ModelError
 from baton.model.files import ModelFiles, open_model
 from baton.model.gguf_tokenizer import gguf_tokenizer
+from baton.model.origin import original
 
 
 class TextStream(Protocol):
@@ -132,7 +133,7 @@ def load_tokenizer(model: str | Path | ModelFiles) -> Tokenizer:
     # A prompt is never cut or padded behind the caller's back.
     backend.no_truncation()
     backend.no_padding()
-    digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
+    digest = original(files.path, "tokenizer", hashlib.blake2b(raw, digest_size=16).hexdigest())
     config = files.tokenizer_config
     return Tokenizer(backend, digest, bos=_content(config.get("bos_token")), eos=_content(config.get("eos_token")))
 

@@ -170,7 +170,8 @@ class Handover:
         """Load what is announced, in prompt order, until the whole prompt is here and the first tokens are known."""
         await self._pair(peer)
         ended = False
-        while not ended or self._reservation.cached_tokens < self._attempt.tokens:
+        whole = self._context.spec.handed_over(self._attempt.tokens)
+        while not ended or self._reservation.cached_tokens < whole:
             announced = None if ended else await self._blocks.get()
             if announced is None:
                 if ended:

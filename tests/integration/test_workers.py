@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from tests.etcd import EtcdServer
+from tests.integration.plans import LOCAL, MERGED, disaggregated, metric, prompt, target
 from tests.scripted_prefill import Computed, ScriptedPrefill, Write, blocks, done, hold, run_request, scripted_prefill
 from tests.tiny_model import greedy, make_tiny_model
 from tests.worker_process import HANG_S, Frontend, WorkerProcess, frontend, integrity, settle
@@ -78,36 +78,6 @@ def spare(tmp_path: Path, flags: dict[str, object]) -> Iterator[WorkerProcess]:
     """A prefill of this test's own: to kill, stop or drain."""
     with WorkerProcess("prefill", "prefill-spare", tmp_path, **flags) as worker:
         yield worker
-
-
-def target(worker: WorkerProcess) -> pb.Target:
-    return pb.Target(id=worker.id, address=worker.address)
-
-
-def disaggregated(prefill: WorkerProcess, alternate: WorkerProcess | None = None, *, local: bool = False) -> pb.Plan:
-    plan = pb.Plan(mode=pb.MODE_DISAGGREGATED, prefill=target(prefill), reasons=["DISAGGREGATED"])
-    plan.local_is_cheapest = local
-    if alternate is not None:
-        plan.alternate.CopyFrom(target(alternate))
-    return plan
-
-
-MERGED = pb.Plan(mode=pb.MODE_MERGED, reasons=["MERGED_CHEAPEST"])
-LOCAL = pb.Plan(mode=pb.MODE_LOCAL, reasons=["LOCAL_CHEAPEST"])
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    """Random ids; prompts of different lengths or seeds share no prefix that a cache could find."""
-    return random.Random(f"{tokens} {seed}").choices(range(256), k=tokens)
-
-
-async def metric(worker: WorkerProcess, name: str) -> float:
-    """The sum of one metric of a worker, over its labels."""
-    async with httpx.AsyncClient(trust_env=False) as client:
-        text = (await client.get(worker.metrics, timeout=HANG_S)).text
-    values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"baton_worker_{name}")]
-    assert values, text
-    return sum(values)
 
 
 async def computed(worker: WorkerProcess) -> float:

@@ -21,17 +21,16 @@ from pathlib import Path
 import msgspec
 import torch
 
+from baton.engine.admission import Limits
+from baton.engine.page import StatsPage
 from baton.engine.port import EngineSpec, EngineStats, Request, Resume, TokenEvent
+from baton.engine.predict import StepCost
 from baton.engine.torch import messages as m
-from baton.engine.torch.admission import Limits
 from baton.engine.torch.compute import Computation
 from baton.engine.torch.config import ModelConfig, load_config
 from baton.engine.torch.kvpool import KvPool
 from baton.engine.torch.model import Model
 from baton.engine.torch.options import Options
-from baton.engine.torch.page import StatsPage
-from baton.engine.torch.pool import BlockPool
-from baton.engine.torch.predict import StepCost
 from baton.engine.torch.scheduler import Scheduler
 from baton.engine.torch.sequence import Job
 from baton.engine.torch.step import Outcome, Work
@@ -42,6 +41,7 @@ from baton.kv.arena import Arena
 from baton.kv.handle import checksum
 from baton.kv.keys import BLOCK_SIZE
 from baton.kv.layout import LayoutFingerprint
+from baton.kv.pool import BlockPool
 from baton.model.identity import weights_identity
 
 PR_SET_PDEATHSIG = 1

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +14,10 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from baton.engine.feeds import CacheFeed, StepFeed
+from baton.engine.late import LateReads
+from baton.engine.liveness import Liveness, patient
+from baton.engine.page import StatsPage
 from baton.engine.port import (
     CacheEvent,
     Engine,
@@ -29,11 +32,8 @@ from baton.engine.port import (
 )
 from baton.engine.torch import messages as m
 from baton.engine.torch.environment import child_environment
-from baton.engine.torch.late import LateReads
 from baton.engine.torch.link import CALL_S, Link
-from baton.engine.torch.liveness import Liveness
 from baton.engine.torch.options import Options
-from baton.engine.torch.page import StatsPage
 from baton.engine.torch.reservation import TorchReservation
 from baton.engine.torch.wire import prefill_done, token_event
 from baton.errors import BatonError, Reason
@@ -43,12 +43,6 @@ from baton.kv.keys import block_keys, chain
 
 START_S = 300.0
 """Reading the weights of a large model from a slow disk."""
-MAX_CACHE_EVENTS = 1024
-LATE_S = 0.5
-SLOW_S = 2.0
-"""What is predicted at most of a step because its process gets on: it may be running in a circle."""
-MAX_STEPS = 1024
-"""Steps that may wait for the worker; then the engine's messages are left in its socket, and it computes no further."""
 
 _log = structlog.get_logger()
 
@@ -59,6 +53,8 @@ class TorchEngine(Engine):
     `arena_bytes` is rounded down to whole blocks. `core` pins the child to one CPU core. `owner` and `epoch` go into
     every handle.
     """
+
+    arena: Arena
 
     def __init__(
         self,
@@ -84,9 +80,8 @@ class TorchEngine(Engine):
         self._spec: EngineSpec | None = None
         self._late: LateReads | None = None
         self._liveness: Liveness | None = None
-        self._cached_keys: dict[bytes, None] = {}
-        self._cache_events: asyncio.Queue[CacheEvent | None] = asyncio.Queue(MAX_CACHE_EVENTS)
-        self._steps: asyncio.Queue[list[TokenEvent] | BatonError] = asyncio.Queue(MAX_STEPS)
+        self._cache = CacheFeed()
+        self._steps = StepFeed()
 
     @property
     def link(self) -> Link:
@@ -141,7 +136,7 @@ class TorchEngine(Engine):
             message = first.message if isinstance(first, m.StartFailed) else f"unexpected {type(first).__name__}"
             raise BatonError(Reason.ENGINE_FAILED, f"cannot serve {self._options.model}: {message}")
         self._spec = msgspec.msgpack.decode(first.spec, type=EngineSpec)
-        self._late = LateReads(self._link, self._spec.pool_blocks)
+        self._late = LateReads(self._settle, self._link.fail, self._spec.pool_blocks)
         self._link.run(self._take, self._died)
         return self._spec
 
@@ -151,48 +146,20 @@ class TorchEngine(Engine):
         if isinstance(message, m.Step):
             await self._steps.put([token_event(token) for token in message.tokens])
         elif isinstance(message, m.CacheChange):
-            for key in message.stored:
-                self._cached_keys[key] = None
-            for key in message.removed:
-                self._cached_keys.pop(key, None)
-            self._tell_cache(CacheEvent(tuple(message.stored), tuple(message.removed)))
+            self._cache.tell(message.stored, message.removed)
 
-    def _tell_cache(self, event: CacheEvent) -> None:
-        try:
-            self._cache_events.put_nowait(event)
-        except asyncio.QueueFull:
-            # Nobody kept up: what is queued is worth less than the state now.
-            while not self._cache_events.empty():
-                self._cache_events.get_nowait()
-            self._cache_events.put_nowait(CacheEvent(tuple(self._cached_keys), cleared=True))
+    def _settle(self, slots: Sequence[int]) -> None:
+        self.link.tell(m.Settle(list(slots)))
 
     def _died(self, error: BatonError) -> None:
-        if self._steps.full():
-            self._steps.get_nowait()  # its requests end with the engine
-        self._steps.put_nowait(error)
-        if self._cache_events.full():
-            self._cache_events.get_nowait()
-        self._cache_events.put_nowait(None)
+        self._steps.fail(error)
+        self._cache.end()
 
-    async def events(self) -> AsyncIterator[list[TokenEvent]]:
-        while True:
-            step = await self._steps.get()
-            if isinstance(step, BatonError):
-                self._steps.put_nowait(step)  # every later consumer meets it too
-                raise step
-            yield step
+    def events(self) -> AsyncIterator[list[TokenEvent]]:
+        return self._steps.stream()
 
-    async def cache_events(self) -> AsyncIterator[list[CacheEvent]]:
-        while True:
-            queued = [await self._cache_events.get()]
-            while not self._cache_events.empty():
-                queued.append(self._cache_events.get_nowait())
-            events = [event for event in queued if event is not None]
-            if events:
-                yield events
-            if None in queued:
-                self._cache_events.put_nowait(None)  # every later consumer meets the end too
-                return
+    def cache_events(self) -> AsyncIterator[list[CacheEvent]]:
+        return self._cache.stream()
 
     # ---- requests
 
@@ -289,15 +256,7 @@ class TorchEngine(Engine):
         if owed and not stats.step_started:
             # Stopped between two steps, or while it was idle: what was sent is not even read.
             stats = replace(stats, step_started=owed, step_predicted_s=stats.decode_step_s)
-        return self._unless_slow(stats)
-
-    def _unless_slow(self, stats: EngineStats) -> EngineStats:
-        """Predict more of a step that is late while the process gets on: the machine is slow, not the engine stuck."""
-        now = time.time()
-        age = now - stats.step_started if stats.step_started else 0.0
-        if age < LATE_S or self._liveness is None or not self._liveness.gets_on(now):
-            return stats
-        return replace(stats, step_predicted_s=max(stats.step_predicted_s, min(age, SLOW_S)))
+        return patient(stats, self._liveness)
 
     async def check_integrity(self) -> list[str]:
         call = self.link.number()

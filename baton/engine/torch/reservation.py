@@ -1,22 +1,16 @@
-"""One request's room in the engine's pool, as the worker process holds it, and how KV comes into it."""
+"""One request's room in the engine process's pool, as the worker process holds it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
-
-from baton.engine.port import EngineSpec, Reader, Request, Reservation
+from baton.engine.late import LateReads
+from baton.engine.loading import LoadingReservation
+from baton.engine.port import EngineSpec, Request
 from baton.engine.torch import messages as m
-from baton.engine.torch.late import LateReads
 from baton.engine.torch.link import CALL_S, Link
-from baton.errors import BatonError, Reason
-from baton.kv.handle import Handle
-from baton.transfer.port import BlockRead, ReadReport
 
 
-class TorchReservation(Reservation):
-    """Slots of one request in the child's pool. `names` are the keys of the prompt's blocks, partial tail included."""
+class TorchReservation(LoadingReservation):
+    """The slots are in the child's pool: it is told what became of them. `names` have the partial tail among them."""
 
     def __init__(
         self,
@@ -29,112 +23,21 @@ class TorchReservation(Reservation):
         slots: list[int],
         hit_tokens: int,
     ) -> None:
-        self.request = request
+        super().__init__(spec, late, request, names, slots, hit_tokens)
         self.job = job
-        self.prompt_tokens = len(request.prompt_ids) + len(request.emitted_ids)
-        self.cached_tokens = hit_tokens
-        self.hit_tokens = hit_tokens
         self._link = link
-        self._spec = spec
-        self._late = late
-        self._names = names
-        self._slots = slots
-        self._reading: tuple[asyncio.Task[ReadReport], list[int]] | None = None
-        """The read under way, and the prompt blocks that it writes."""
-        self._moved = False
-        """A read was abandoned: the engine has given its blocks other slots since."""
-        self._released = False
 
-    async def load(self, first_block: int, handles: Sequence[Handle], reader: Reader, deadline: float) -> ReadReport:
-        if self._released or self._reading is not None:
-            raise BatonError(Reason.ABORTED, "the reservation is released, or another load is under way")
-        if self._moved:
-            await self._swap([])
-        size = self._spec.block_size
-        have = -(-self.cached_tokens // size)
-        gap = first_block > have  # nothing after it can be used
-        reasons = [
-            Reason.KV_BAD_HANDLE if gap else self._refusal(number, handle, have)
-            for number, handle in enumerate(handles, start=first_block)
-        ]
-        bad = next((i for i, reason in enumerate(reasons) if reason is not None), len(handles))
-        skipped = min(max(0, have - first_block), bad)
-        blocks = [BlockRead(handle, 0, None) for handle in handles[:skipped]]
-        report = ReadReport((), 0, 0.0)
-        if skipped < bad:
-            report = await self._read(
-                list(range(first_block + skipped, first_block + bad)), handles[skipped:bad], reader, deadline
-            )
-            good = report.verified_prefix()
-            if good:
-                self.cached_tokens = (first_block + skipped + good - 1) * size + handles[skipped + good - 1].tokens
-                self._link.tell(m.Commit(self.job, self.cached_tokens))
-            await self._swap_late(report)
-        refused = [BlockRead(handle, 0, reasons[bad]) for handle in handles[bad:]]
-        return replace(report, blocks=[*blocks, *report.blocks, *refused])
+    def _commit(self, tokens: int) -> None:
+        self._link.tell(m.Commit(self.job, tokens))
 
-    def _refusal(self, number: int, handle: Handle, have: int) -> Reason | None:
-        """Why a handle cannot be read into prompt block `number`, when `have` blocks are in place."""
-        spec = self._spec
-        if number < have:
-            return None
-        if handle.fingerprint != spec.fingerprint.digest():
-            return Reason.KV_LAYOUT_MISMATCH
-        tokens = min(spec.block_size, self.prompt_tokens - number * spec.block_size)
-        good = number < len(self._names) and (handle.key, handle.tokens) == (self._names[number], tokens)
-        if not good or handle.length != spec.fingerprint.block_bytes:
-            return Reason.KV_BAD_HANDLE
-        if number >= len(self._slots):
-            return Reason.NO_CAPACITY  # its slot went to quarantine and there was no other
-        return None
+    def _abandoned(self, blocks: list[int]) -> None:
+        self._link.tell(m.Swap(self.job, self._link.number(), blocks))
 
-    def _offset(self, number: int) -> int:
-        return self._slots[number] * self._spec.fingerprint.block_bytes
-
-    async def _read(self, numbers: list[int], handles: Sequence[Handle], reader: Reader, deadline: float) -> ReadReport:
-        """The read itself. When the caller is cancelled, its slots leave the reservation until the read is over."""
-        offsets = [self._offset(number) for number in numbers]
-        task = asyncio.create_task(reader.read(handles, offsets, deadline), name="kv read")
-        self._reading = task, numbers
-        try:
-            report = await asyncio.shield(task)
-        except BaseException:
-            self._abandon()
-            raise
-        if self._reading is None:
-            raise BatonError(Reason.ABORTED, "the reservation was released while its KV was being read")
-        self._reading = None
-        return report
-
-    def _abandon(self) -> None:
-        """Nobody waits for the read under way any more, but it may write yet: its slots wait for it in quarantine."""
-        if self._reading is None:
-            return
-        task, numbers = self._reading
-        self._reading = None
-        self._moved = True
-        self._link.tell(m.Swap(self.job, self._link.number(), numbers))
-        self._late.abandon(task, [self._slots[number] for number in numbers])
-
-    async def _swap_late(self, report: ReadReport) -> None:
-        """Late slots are exchanged for new ones and quarantined until the read has settled."""
-        if not report.late or report.settled is None:
-            return
-        late = [offset // self._spec.fingerprint.block_bytes for offset in report.late]
-        self._late.wait(report.settled, late)
-        await self._swap([self._slots.index(slot) for slot in late])
-
-    async def _swap(self, blocks: list[int]) -> None:
-        self._moved = True  # until the answer is here: a cancelled caller leaves us without it
+    async def _exchange(self, blocks: list[int]) -> list[int]:
         call = self._link.number()
         answer = await self._link.ask(call, m.Swap(self.job, call, blocks), CALL_S)
         assert isinstance(answer, m.Swapped)
-        self._slots = answer.slots
-        self._moved = False
+        return answer.slots
 
-    async def release(self) -> None:
-        if self._released:
-            return
-        self._released = True
-        self._abandon()
+    def _give_back(self) -> None:
         self._link.tell(m.Release(self.job))

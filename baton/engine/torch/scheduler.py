@@ -14,15 +14,15 @@ import time
 from bisect import insort
 from collections import Counter, abc
 
+from baton.engine.admission import Limits, validate
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, TokenEvent
-from baton.engine.torch.admission import Limits, validate
 from baton.engine.torch.batch import Logits
-from baton.engine.torch.holds import Holds
-from baton.engine.torch.pool import BlockPool, PoolFull
 from baton.engine.torch.sequence import Job, Phase, Sequence
 from baton.engine.torch.step import Draw, Drawn, Outcome, Work
 from baton.errors import BatonError, Reason
+from baton.kv.holds import Holds
 from baton.kv.keys import chain
+from baton.kv.pool import BlockPool, PoolFull
 
 
 class Scheduler:

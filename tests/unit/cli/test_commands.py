@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from baton.cli import kv, sglang
+from baton.cli import kv, model, sglang
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.main import app
@@ -23,18 +23,24 @@ KV_COMMANDS = sorted(
     command.name or command.callback.__name__ for command in kv.app.registered_commands if command.callback
 )
 SGLANG_COMMANDS = sorted(command.callback.__name__ for command in sglang.app.registered_commands if command.callback)
+MODEL_COMMANDS = sorted(
+    command.name or command.callback.__name__ for command in model.app.registered_commands if command.callback
+)
+GROUPED = [
+    *(f"kv {name}" for name in KV_COMMANDS),
+    *(f"model {name}" for name in MODEL_COMMANDS),
+    *(f"sglang {name}" for name in SGLANG_COMMANDS),
+]
 
 
 def test_commands_are_the_promised_ones() -> None:
     assert COMMANDS == ["bench", "down", "drain", "explain", "fetch", "logs", "status", "up"]
     assert KV_COMMANDS == ["clear", "ls", "stats", "verify"]
     assert SGLANG_COMMANDS == ["decode", "merged", "prefill"]
+    assert MODEL_COMMANDS == ["convert"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*COMMANDS, *(f"kv {name}" for name in KV_COMMANDS), *(f"sglang {name}" for name in SGLANG_COMMANDS)],
-)
+@pytest.mark.parametrize("command", [*COMMANDS, *GROUPED])
 def test_help_teaches(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0
@@ -45,6 +51,10 @@ def test_help_teaches(command: str) -> None:
     ("arguments", "message", "hint"),
     [
         (["up", "--dtype", "int4"], "--dtype int4 is not known", "bfloat16, float32"),
+        (["up", "--engine", "abacus"], "--engine abacus is not known", "torch, vllm"),
+        (["fetch", "--engine", "abacus"], "--engine abacus is not known", "torch, vllm"),
+        (["model", "convert", "/nowhere.gguf", "/tmp/x"], "there is no model at /nowhere.gguf", ".gguf file"),
+        (["model", "convert", "/nowhere.gguf", "/tmp/x", "--dtype", "int4"], "--dtype int4 is not known", "bfloat16"),
         (["up", "--fallback", "maybe"], "--fallback maybe is not known", "auto, strict"),
         (["up", "--cores", "zero"], "--cores zero is no list", "0,1"),
         (["up", "--cores", "4711"], "core 4711 is not there", "cores: "),

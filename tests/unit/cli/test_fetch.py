@@ -7,11 +7,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from baton.cli import fetch
+from baton.cli.converted import as_directory
 from baton.cli.errors import CliError
 from baton.cli.fetch import Wheel, find_model, unpack
 from baton.cli.home import Home
+from baton.model.card import card_difference, load_card
+from tests.unit.torch_model.files import write_directory, write_gguf
 
 
 @pytest.fixture
@@ -71,3 +75,24 @@ def test_model_paths(home: Home, tmp_path: Path) -> None:
     assert find_model(home, str(folder), print) == folder
     with pytest.raises(CliError, match="there is no model at"):
         find_model(home, str(tmp_path / "none"), print)
+
+
+def test_a_gguf_is_converted_once_for_an_engine_that_takes_directories(home: Home, tmp_path: Path) -> None:
+    source = tmp_path / "tiny.Q8_0.gguf"
+    model = write_directory(tmp_path / "source", "llama")
+    write_gguf(source, model, GGMLQuantizationType.Q8_0, tokenizer=True)
+    said: list[str] = []
+    directory = as_directory(home, source, said.append)
+    assert directory.name == "tiny"  # what it is served under, as the file would be
+    assert card_difference(load_card(directory), load_card(source)) == []
+    assert said[-1] == "converting, 100 %"
+    said.clear()
+    assert as_directory(home, source, said.append) == directory
+    assert as_directory(home, directory, said.append) == directory
+    assert said == []
+
+    write_gguf(source, model, GGMLQuantizationType.F32, tokenizer=True)  # other weights under the same name
+    assert as_directory(home, source, said.append) != directory
+    source.write_bytes(source.read_bytes()[:2000])
+    with pytest.raises(CliError, match="cannot be converted"):
+        as_directory(home, source, said.append)

@@ -37,6 +37,15 @@ def test_counts_cores_and_names_reach_the_workers() -> None:
     assert specs["frontend"]["--fallback"] == "strict"
 
 
+def test_vllm_workers_run_in_an_environment_of_their_own() -> None:
+    specs = service_specs(Options(engine="vllm"), "/m", "e:1", "/vllm/bin/python")
+    theirs = {spec.name: spec for spec in specs if spec.command[0] == "/vllm/bin/python"}
+    assert set(theirs) == {"prefill-1", "decode-1", "merged-1"}
+    assert {flags(spec.command)["--engine"] for spec in theirs.values()} == {"vllm"}
+    assert not any("--engine" in flags(spec.command) for spec in specs if spec.name not in theirs)
+    assert all("--engine" not in spec.command for spec in service_specs(Options(), "/m", "e:1"))
+
+
 def test_everything_listens_on_the_loopback_only() -> None:
     command = etcd_spec("etcd", "/data", 2379, 2380).command
     urls = [word for word in command if "://" in word]
@@ -71,6 +80,7 @@ def test_prefill_workers_may_have_a_chunk_size_of_their_own() -> None:
         (Options(merged=1, cores=(0, 1)), set()),  # core 0 streams too: nothing to keep off for
         (Options(merged=2, prefill=0, decode=0, cores=(0, 1)), set()),
         (Options(merged=0), set()),
+        (Options(merged=0, cores=(0, 1), engine="vllm"), set()),
     ],
 )
 def test_everything_but_engines_keeps_off_the_cores_of_streams(options: Options, shared: set[int]) -> None:

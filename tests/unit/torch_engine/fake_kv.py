@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from baton.engine.admission import Limits
 from baton.engine.port import FinishReason, Request
-from baton.engine.torch.admission import Limits
-from baton.engine.torch.pool import BlockPool
 from baton.engine.torch.scheduler import Scheduler
 from baton.engine.torch.sequence import Job
 from baton.engine.torch.step import Draw, Drawn, Outcome, Work
 from baton.kv.keys import block_keys, chain
+from baton.kv.pool import BlockPool
 
 BLOCK = 4
 VOCAB = 30

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.engine.liveness import Liveness
 from baton.engine.progress import STALL_S, stuck
-from baton.engine.torch.liveness import Liveness
 from tests.unit.torch_engine.client import HANG_S, Client, request
 from tests.unit.torch_engine.conftest import make_engine
 

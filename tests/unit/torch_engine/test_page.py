@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from baton.engine.page import _BODY, StatsPage, _body
 from baton.engine.port import EngineStats
-from baton.engine.torch.page import _BODY, StatsPage, _body
 
 
 def test_a_new_page_is_all_zero() -> None:

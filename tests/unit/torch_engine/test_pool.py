@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.torch.pool import BlockPool, PoolFull
+from baton.kv.pool import BlockPool, PoolFull
 
 SLOTS = 6
 KEYS = [bytes([i]) * 16 for i in range(8)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine.admission import Limits
 from baton.engine.port import FinishReason, Request, SamplingParams
-from baton.engine.torch.admission import Limits
 from baton.engine.torch.sequence import Job
 from baton.engine.torch.step import Drawn, Outcome
 from baton.errors import BatonError, Reason

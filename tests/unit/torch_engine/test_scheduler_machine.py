@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.engine.admission import Limits
 from baton.engine.port import Request, SamplingParams
-from baton.engine.torch.admission import Limits
 from baton.engine.torch.sequence import Job, Phase
 from baton.engine.torch.step import Draw, Outcome, Work
 from baton.errors import BatonError, Reason

@@ -38,6 +38,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+TOKENS = ["<pad>", "<bos>", "<eos>", *map(chr, range(ord("!"), ord("!") + 92)), "ab"]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 KINDS = ("llama", "llama-tied", "llama3-rope", "qwen2", "qwen3")
 
 
@@ -87,11 +89,18 @@ _GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "l
 
 
 def write_gguf(
-    path: Path, model: PreTrainedModel, matrices: gguf.GGMLQuantizationType, extra: dict[str, Any] | None = None
+    path: Path,
+    model: PreTrainedModel,
+    matrices: gguf.GGMLQuantizationType,
+    extra: dict[str, Any] | None = None,
+    *,
+    tokenizer: bool = False,
+    rope_factors: np.ndarray[Any, Any] | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Write the model as a GGUF with its matrices of that type; what each tensor holds after quantisation, by HF name.
 
-    Query and key rows of the llama architecture are interleaved, as converters do. `extra` adds metadata.
+    Query and key rows of the llama architecture are interleaved, as converters do. `extra` adds metadata,
+    `tokenizer` one of `TOKENS` with a chat template, `rope_factors` a tensor of them.
     """
     config = model.config
     family = config.model_type
@@ -110,6 +119,10 @@ def write_gguf(
     writer.add_eos_token_id(config.eos_token_id)
     for name, value in (extra or {}).items():
         writer.add_uint32(name, value)
+    if tokenizer:
+        _add_tokenizer(writer)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     held: dict[str, np.ndarray[Any, Any]] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -126,6 +139,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_chat_template(TEMPLATE)
 
 
 def _interleave(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

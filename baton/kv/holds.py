@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.torch.pool import BlockPool
+from baton.kv.pool import BlockPool
 
 
 class Holds:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 import structlog
 
-from baton.engine.torch import messages as m
-from baton.engine.torch.link import Link
 from baton.errors import BatonError, Reason
 from baton.transfer.port import ReadReport
 
@@ -19,11 +17,17 @@ _log = structlog.get_logger()
 
 
 class LateReads:
-    """Slots in quarantine, and the tasks that wait for their reads to end. The engine process keeps the slots apart."""
+    """Slots in quarantine, and the tasks that wait for their reads to end. The pool's owner keeps the slots apart.
 
-    def __init__(self, link: Link, pool_blocks: int) -> None:
+    `settle` gives slots back to the pool; `give_up` ends the engine when too many of its slots wait.
+    """
+
+    def __init__(
+        self, settle: Callable[[Sequence[int]], None], give_up: Callable[[BatonError], None], pool_blocks: int
+    ) -> None:
         self.slots: set[int] = set()
-        self._link = link
+        self._settled = settle
+        self._give_up = give_up
         self._cap = QUARANTINE_CAP * pool_blocks
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -40,7 +44,7 @@ class LateReads:
     def _hold(self, slots: Sequence[int]) -> None:
         self.slots.update(slots)
         if len(self.slots) > self._cap:
-            self._link.fail(BatonError(Reason.ENGINE_FAILED, f"{len(self.slots)} slots wait for late reads"))
+            self._give_up(BatonError(Reason.ENGINE_FAILED, f"{len(self.slots)} slots wait for late reads"))
 
     def _own(self, waiting: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(waiting, name="late kv read")
@@ -65,7 +69,7 @@ class LateReads:
 
     def _settle(self, slots: Sequence[int]) -> None:
         self.slots.difference_update(slots)
-        self._link.tell(m.Settle(list(slots)))
+        self._settled(slots)
 
     async def close(self) -> None:
         """Stop waiting; the pool is going away."""

@@ -7,8 +7,12 @@ say how long it waited, but only once it has got a processor again.)
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
+
+from baton.engine.port import EngineStats
 
 WINDOW_S = 1.0
 APART_S = 0.1
@@ -16,6 +20,9 @@ LEAST = 3
 """Samples in the window before anything is told."""
 SHARE = 0.5
 """Of the samples, at least, for a process that gets on."""
+LATE_S = 0.5
+SLOW_S = 2.0
+"""What is predicted at most of a step because its process gets on: it may be running in a circle."""
 
 
 class Liveness:
@@ -40,3 +47,12 @@ class Liveness:
             return self._stat.read_text().rpartition(")")[2].split()[0] == "R"
         except (OSError, IndexError):  # it has ended, or this is no Linux
             return False
+
+
+def patient(stats: EngineStats, liveness: Liveness | None) -> EngineStats:
+    """Predict more of a step that is late while the process gets on: the machine is slow, not the engine stuck."""
+    now = time.time()
+    age = now - stats.step_started if stats.step_started else 0.0
+    if age < LATE_S or liveness is None or not liveness.gets_on(now):
+        return stats
+    return replace(stats, step_predicted_s=max(stats.step_predicted_s, min(age, SLOW_S)))

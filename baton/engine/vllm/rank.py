@@ -1,0 +1,41 @@
+"""The end of the socket in vLLM's processes. Their worker is on the other one: when it is gone, so are they."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+from baton.engine.vllm.messages import FromVllm, frame
+
+START_S = 60.0
+
+
+class HostLink:
+    """Says who we are, gets the descriptors that the worker shares, and tells it what happens.
+
+    Raises OSError when there is no worker any more.
+    """
+
+    def __init__(self, path: str, hello: FromVllm, descriptors: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(START_S)
+        self._socket.connect(path)
+        self._socket.sendall(frame(hello))
+        _, self.descriptors, _, _ = socket.recv_fds(self._socket, 1, descriptors)
+        if len(self.descriptors) != descriptors:
+            raise OSError("the worker shares nothing")
+        self._socket.settimeout(None)
+        self._lock = threading.Lock()
+        threading.Thread(target=self._outlive_nobody, name="baton host", daemon=True).start()
+
+    def _outlive_nobody(self) -> None:
+        try:
+            self._socket.recv(1)
+        finally:
+            os._exit(1)
+
+    def send(self, message: FromVllm) -> None:
+        """From whichever thread."""
+        with self._lock:
+            self._socket.sendall(frame(message))
