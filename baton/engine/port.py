@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from baton.errors import Reason
+from baton.kv.arena import Arena
 from baton.kv.handle import Handle
 from baton.kv.layout import LayoutFingerprint
 from baton.transfer.port import ReadReport
@@ -103,6 +104,8 @@ class TokenEvent:
     """New tokens of one choice. `offset` is the output index of the first of them (emitted tokens count).
 
     `finish` is set on the choice's last event (which may carry no token); `error` instead when the engine gave up.
+    An engine that has no token ids to tell sets `text` (maybe empty) in each event: then `offset` counts the characters
+    of this attempt before it, and `text_tokens` all tokens of this attempt up to its end.
     """
 
     uid: str
@@ -114,6 +117,10 @@ class TokenEvent:
     finish: FinishReason | None = None
     error: Reason | None = None
     message: str = ""
+    text: str | None = None
+    text_tokens: int = 0
+    cached_tokens: int = 0
+    """With the last event of text: prompt tokens that the upstream found in its own cache."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +158,15 @@ PrefillEvent = SealedBlocks | PrefillDone
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is, known once it has started."""
+    """What an engine is, known once it has started.
+
+    `fingerprint` is None for an engine whose KV is out of reach: nothing is handed over, stored or told of it, it only
+    runs merged, and `block_size` is that of the logical keys. `lacks` names what a request may need and it cannot do
+    (`baton.engine.needs`).
+    """
 
     name: str
-    fingerprint: LayoutFingerprint
+    fingerprint: LayoutFingerprint | None
     block_size: int
     max_context: int
     max_streams: int
@@ -162,6 +174,7 @@ class EngineSpec:
     vocab_size: int
     resume: Resume
     eos_token_ids: tuple[int, ...]
+    lacks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,7 @@ class EngineStats:
     `step_started` is `time.time()` since when progress is due (0 when idle): when the running step began, or since when
     the engine had work, or a message to take, and did nothing. `step_predicted_s` is how long that was expected to
     take: `baton.engine.progress` tells a long step from a stuck engine. `prefill_tok_s` and `decode_step_s` are
-    learnt (exponential averages).
+    learnt (exponential averages). `unwell` says why the engine cannot be counted on now; empty: it can.
     """
 
     running: int = 0
@@ -193,6 +206,7 @@ class EngineStats:
     output_tokens: int = 0
     preemptions: int = 0
     corrupted_blocks: int = 0
+    unwell: str = ""
 
 
 @dataclass(frozen=True)
@@ -237,7 +251,12 @@ class Reservation(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """One model, one pool of KV blocks."""
+    """One model, one pool of KV blocks.
+
+    `arena`: the pool's bytes, where the worker's process registers them with its transports; None: it has none to.
+    """
+
+    arena: Arena | None = None
 
     @abc.abstractmethod
     async def start(self) -> EngineSpec:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from baton.engine.torch.host import TorchEngine
 from baton.errors import BatonError, Reason
-from baton.model.card import load_card
 from baton.observe.metrics import MetricsServer
 from baton.process import Process, run_process
 from baton.registry import machine_id
@@ -27,6 +25,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.announce import Announcement
 from baton.worker.calibrate import measure_rates
 from baton.worker.context import WorkerContext
+from baton.worker.engines import choose_engine
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.registration import worker_message
 from baton.worker.role import WorkerRole
@@ -59,7 +58,8 @@ async def _serve(process: Process, role: WorkerRole, settings: WorkerSettings) -
     serving.spawn_loops()
     await process.registry.start()
     process.background.spawn(announcement.run(), "announce")
-    serving.stores.follow(process.registry.view("kvstores", registry_pb2.KvStore))
+    if context.fingerprint:
+        serving.stores.follow(process.registry.view("kvstores", registry_pb2.KvStore))
     if pb.MODE_DISAGGREGATED in context.modes:
         Warmer(context).follow(process.registry.view("workers", registry_pb2.Worker))
     await server.set_serving(True)
@@ -78,24 +78,16 @@ async def _start_engine(
     process: Process, role: WorkerRole, settings: WorkerSettings
 ) -> tuple[WorkerContext, registry_pb2.Rates]:
     transports, channels = Transports(_transports(settings)), Channels()
-    card = load_card(settings.model, settings.served_name)
-    engine = TorchEngine(
-        settings.model,
-        dtype=settings.dtype,
-        arena_bytes=int(settings.pool_gib * 2**30),
-        max_streams=settings.max_streams,
-        chunk_tokens=settings.chunk_tokens,
-        threads=settings.threads,
-        core=settings.core,
-        epoch=process.epoch,
-        owner=process.id,
-    )
+    chosen = choose_engine(process, role, settings)
+    engine, card = chosen.engine, chosen.card
     for close in (engine.close, transports.close, channels.close):
         process.closing(close)
     spec = await engine.start()
     rates = await measure_rates(engine, spec)
-    await transports.start(engine.arena, process.id, process.epoch, slot_bytes=spec.fingerprint.block_bytes)
-    peer = Peer(process.id, process.epoch, engine.arena.size, transports.metadata())
+    arena = engine.arena
+    if arena is not None and spec.fingerprint is not None:
+        await transports.start(arena, process.id, process.epoch, slot_bytes=spec.fingerprint.block_bytes)
+    peer = Peer(process.id, process.epoch, arena.size if arena is not None else 0, transports.metadata())
     context = WorkerContext(
         id=process.id,
         role=role.role,

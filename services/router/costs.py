@@ -43,7 +43,7 @@ class WorkerState:
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
     prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
     of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
-    others there have to do (devices.py).
+    others there have to do (devices.py). `lacks` is what it cannot do of what a request may need.
     """
 
     id: str
@@ -64,6 +64,7 @@ class WorkerState:
     device: str = ""
     beside_streams: int = 0
     beside_queue_s: float = 0.0
+    lacks: frozenset[str] = frozenset()
 
     def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float) -> WorkerState:
         """The same worker with so much more promised to it."""
@@ -84,6 +85,7 @@ class WorkerState:
             prefill_share,
             self.unusable,
             self.device,
+            lacks=self.lacks,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -96,7 +98,7 @@ class Ask:
     """What is to be routed; never changed once made (not frozen, as WorkerState is not).
 
     `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by worker id, `stored` what
-    stores hold of the prompt.
+    stores hold of the prompt, `needs` what not every engine can do.
     """
 
     uid: str
@@ -108,6 +110,7 @@ class Ask:
     strict: bool = False
     ttft_slo_s: float = 0.0
     stored: Sequence[StoredRun] = ()
+    needs: frozenset[str] = frozenset()
 
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""

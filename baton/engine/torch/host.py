@@ -59,6 +59,8 @@ class TorchEngine(Engine):
     every handle.
     """
 
+    arena: Arena
+
     def __init__(
         self,
         model_path: str | Path,
