@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.engine.openai.engine import OpenAIEngine
-from baton.engine.openai.options import UpstreamOptions
 from baton.engine.port import Engine
-from baton.engine.torch.host import TorchEngine
 from baton.errors import BatonError, Reason
 from baton.model.card import load_card, load_model
 from baton.process import Process
@@ -29,6 +26,15 @@ def choose_engine(process: Process, role: WorkerRole, settings: WorkerSettings) 
     """The engine that `settings` ask for. Raises BatonError(INVALID_REQUEST) naming the flag at fault, ModelError."""
     if settings.engine == "openai":
         return _openai(role, settings)
+    return _torch(process, settings)
+
+
+# Each engine is imported where it is asked for: the environment of one need not have what another needs.
+
+
+def _torch(process: Process, settings: WorkerSettings) -> Chosen:
+    from baton.engine.torch.host import TorchEngine
+
     engine = TorchEngine(
         settings.model,
         dtype=settings.dtype,
@@ -45,6 +51,9 @@ def choose_engine(process: Process, role: WorkerRole, settings: WorkerSettings) 
 
 def _openai(role: WorkerRole, settings: WorkerSettings) -> Chosen:
     """Which weights an upstream runs is not ours to know, so its card does not say."""
+    from baton.engine.openai.engine import OpenAIEngine
+    from baton.engine.openai.options import UpstreamOptions
+
     if role.name != "merged":
         raise BatonError(Reason.INVALID_REQUEST, f"--engine openai: an upstream runs merged only, not {role.name}")
     for flag, value in (("--upstream", settings.upstream), ("--tokenizer", settings.tokenizer)):

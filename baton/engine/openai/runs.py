@@ -80,8 +80,9 @@ class Runs:
                     async for event in events:
                         self._heard()
                         ahead.close()
+                        if event.finish is not None:
+                            self._learn(stream, tokens, began)
                         yield event
-        self._learn(stream, tokens, began)
 
     def _learn(self, stream: ChoiceStream, tokens: int, began: float) -> None:
         cached, now = min(stream.cached_tokens, tokens), time.monotonic()
