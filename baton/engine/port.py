@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from baton.errors import Reason
+from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import Handle
 from baton.kv.layout import LayoutFingerprint
@@ -175,6 +175,13 @@ class EngineSpec:
     resume: Resume
     eos_token_ids: tuple[int, ...]
     lacks: frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> LayoutFingerprint:
+        """The fingerprint of an engine that has one. Raises BatonError(KV_LAYOUT_MISMATCH)."""
+        if self.fingerprint is None:
+            raise BatonError(Reason.KV_LAYOUT_MISMATCH, f"{self.name} has no KV that can be handed over")
+        return self.fingerprint
 
 
 @dataclass(frozen=True)

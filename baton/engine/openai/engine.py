@@ -131,7 +131,7 @@ class OpenAIEngine(Engine):
             reservation.tasks.append(task)
             task.add_done_callback(lambda _: self._ended(reservation))
 
-    async def events(self) -> AsyncIterator[list[TokenEvent]]:  # type: ignore[override]
+    async def events(self) -> AsyncIterator[list[TokenEvent]]:
         while True:
             step = [await self._events.get()]
             while not self._events.empty():
@@ -141,7 +141,7 @@ class OpenAIEngine(Engine):
                 if isinstance(event, BatonError):
                     raise event
 
-    async def cache_events(self) -> AsyncIterator[list[CacheEvent]]:  # type: ignore[override]
+    async def cache_events(self) -> AsyncIterator[list[CacheEvent]]:
         await asyncio.Event().wait()  # whatever it caches, it does not tell
         yield []
 

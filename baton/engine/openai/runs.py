@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ class Runs:
             decode_step_s=self._rates.decode_step_s,
         )
 
-    async def run(self, request: Request, choice: int) -> AsyncIterator[TokenEvent]:
+    async def run(self, request: Request, choice: int) -> AsyncGenerator[TokenEvent]:
         """The events of one choice. Raises BatonError; closing it closes the connection."""
         emitted, tokens = len(request.emitted_ids), len(request.prompt_ids) + len(request.emitted_ids)
         left = request.sampling.max_tokens - emitted

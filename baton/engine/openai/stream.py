@@ -7,7 +7,7 @@ A stream ends well when the server said why (`finish_reason`). The last event wa
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from baton.engine.openai.client import Chunks
@@ -45,7 +45,7 @@ class ChoiceStream:
         self._pieces = 0
         self._finish: FinishReason | None = None
 
-    async def read(self, chunks: Chunks) -> AsyncIterator[TokenEvent]:
+    async def read(self, chunks: Chunks) -> AsyncGenerator[TokenEvent]:
         """Its events; the last one has a finish. Raises BatonError when it does not come to that."""
         while self._finish is None:
             chunk = await chunks.next()
