@@ -16,6 +16,7 @@ TOP_K: Final = "top_k"
 MIN_P: Final = "min_p"
 REPETITION_PENALTY: Final = "repetition_penalty"
 LOGIT_BIAS: Final = "logit_bias"
+PRESENCE_PENALTY: Final = "presence_penalty"
 MIN_TOKENS: Final = "min_tokens"
 STOP_TOKEN_IDS: Final = "stop_token_ids"
 IGNORE_EOS: Final = "ignore_eos"
@@ -28,6 +29,7 @@ ALL: Final = frozenset(
         MIN_P,
         REPETITION_PENALTY,
         LOGIT_BIAS,
+        PRESENCE_PENALTY,
         MIN_TOKENS,
         STOP_TOKEN_IDS,
         IGNORE_EOS,
@@ -36,7 +38,7 @@ ALL: Final = frozenset(
 
 
 def needs(sampling: SamplingParams) -> frozenset[str]:
-    """What `sampling` asks for beyond temperature, `top_p`, seed, the two OpenAI penalties and `max_tokens`."""
+    """What `sampling` asks for beyond temperature, `top_p`, seed, `frequency_penalty` and `max_tokens`."""
     greedy = sampling.temperature == 0
     asked = {
         LOGPROBS: sampling.logprobs is not None,
@@ -46,6 +48,7 @@ def needs(sampling: SamplingParams) -> frozenset[str]:
         MIN_P: sampling.min_p > 0 and not greedy,
         REPETITION_PENALTY: sampling.repetition_penalty != 1.0,
         LOGIT_BIAS: bool(sampling.logit_bias),
+        PRESENCE_PENALTY: sampling.presence_penalty != 0.0,
         MIN_TOKENS: sampling.min_tokens > 0,
         STOP_TOKEN_IDS: bool(sampling.stop_token_ids),
         IGNORE_EOS: sampling.ignore_eos,

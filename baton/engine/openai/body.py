@@ -31,11 +31,13 @@ def completion(
         "max_tokens": sampling.max_tokens - emitted,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "seed": (sampling.seed + choice * NEXT_CHOICE) % 2**SEED_BITS,
     }
+    if sampling.top_p == 1.0 and not dialect.top_p_one:
+        del body["top_p"]
     values: dict[str, Any] = {
+        needs.PRESENCE_PENALTY: sampling.presence_penalty,
         needs.TOP_K: sampling.top_k or dialect.all_tokens,
         needs.MIN_P: sampling.min_p,
         needs.REPETITION_PENALTY: sampling.repetition_penalty,

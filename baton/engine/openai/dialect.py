@@ -16,46 +16,39 @@ from baton.engine import needs
 @dataclass(frozen=True)
 class Dialect:
     """`fields`: need -> the server's name for it. `owners`: how `/v1/models` names the owner (in lower case, as its
-    beginning), by which the dialect is known. `all_tokens` is the `top_k` that means all of them."""
+    beginning), by which the dialect is known. `all_tokens` is the `top_k` that means all of them, `top_p_one` whether a
+    `top_p` of 1 may be said."""
 
     name: str
     fields: Mapping[str, str] = field(default_factory=dict)
     owners: tuple[str, ...] = ()
     all_tokens: int = 0
+    top_p_one: bool = True
 
     @property
     def lacks(self) -> frozenset[str]:
-        """What a request may need that this server cannot do. Never logprobs: they come as text, not as token ids."""
+        """What a request may need that this server cannot do. Always logprobs: they come as text, not as token ids."""
         return needs.ALL - frozenset(self.fields)
 
 
-_COMMON = {
-    needs.LOGIT_BIAS: "logit_bias",
-    needs.TOP_K: "top_k",
-    needs.MIN_P: "min_p",
-    needs.IGNORE_EOS: "ignore_eos",
-}
-_VLLM = {
-    **_COMMON,
-    needs.REPETITION_PENALTY: "repetition_penalty",
-    needs.MIN_TOKENS: "min_tokens",
-    needs.STOP_TOKEN_IDS: "stop_token_ids",
-}
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
 
-OPENAI = Dialect("openai", {needs.LOGIT_BIAS: "logit_bias"})
+
+_STANDARD = _same(needs.LOGIT_BIAS, needs.PRESENCE_PENALTY)
+_LLAMA = _STANDARD | _same(needs.TOP_K, needs.MIN_P, needs.IGNORE_EOS)
+_ALL = _LLAMA | _same(needs.REPETITION_PENALTY, needs.MIN_TOKENS, needs.STOP_TOKEN_IDS)
+
+OPENAI = Dialect("openai", _STANDARD)
 DIALECTS: tuple[Dialect, ...] = (
     OPENAI,
-    Dialect("vllm", _VLLM, ("vllm",), -1),
-    Dialect("sglang", _VLLM, ("sglang",), -1),
-    Dialect("llama.cpp", _COMMON, ("llamacpp", "llama.cpp")),
-    Dialect(
-        "tensorrt-llm",
-        {name: said for name, said in _VLLM.items() if name != needs.LOGIT_BIAS},
-        ("tensorrt_llm", "tensorrt-llm"),
-    ),
-    Dialect("triton", {needs.LOGIT_BIAS: "logit_bias"}, ("triton",)),
-    Dialect("tgi", {}, ("tgi", "huggingface")),
-    Dialect("mindie", {name: _VLLM[name] for name in (needs.TOP_K, needs.REPETITION_PENALTY)}, ("mindie",)),
+    Dialect("vllm", _ALL, ("vllm",), all_tokens=-1),
+    Dialect("sglang", _ALL, ("sglang",), all_tokens=-1),
+    Dialect("tensorrt-llm", _ALL, ("tensorrt_llm", "tensorrt-llm")),
+    Dialect("llama.cpp", _LLAMA, ("llamacpp", "llama.cpp")),
+    Dialect("triton", _STANDARD, ("triton",)),
+    Dialect("tgi", _same(needs.REPETITION_PENALTY), top_p_one=False),
+    Dialect("mindie", _STANDARD, ("mindie",)),
 )
 BY_NAME: Mapping[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
 

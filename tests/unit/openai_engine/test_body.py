@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine import needs
 from baton.engine.openai.body import completion
-from baton.engine.openai.dialect import DIALECTS, OPENAI, Dialect, known_by
+from baton.engine.openai.dialect import BY_NAME, DIALECTS, OPENAI, Dialect, known_by
 from baton.engine.port import SamplingParams
 
 ASKED = SamplingParams(
@@ -19,6 +19,7 @@ ASKED = SamplingParams(
     min_p=0.1,
     repetition_penalty=1.2,
     logit_bias={7: -100.0},
+    presence_penalty=0.5,
     min_tokens=10,
     stop_token_ids=(3,),
     ignore_eos=True,
@@ -60,6 +61,7 @@ def test_neutral_values_are_said_too() -> None:
     assert (vllm["top_k"], vllm["min_p"], vllm["repetition_penalty"], vllm["ignore_eos"]) == (-1, 0.0, 1.0, False)
     assert body(PLAIN, known_by("llamacpp"))["top_k"] == 0
     assert set(plain) == STANDARD - {"logit_bias"}
+    assert "top_p" not in body(PLAIN, BY_NAME["tgi"]), "it refuses 1"
 
 
 def test_budgets_are_what_is_left() -> None:
