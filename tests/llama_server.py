@@ -100,7 +100,7 @@ def serve(model: str, port: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     params = xllamacpp.CommonParams()
     params.model.path = model
-    params.model_alias = MODEL
+    params.model_alias = [MODEL]
     params.port = port
     params.n_ctx = CONTEXT * SLOTS
     params.n_parallel = SLOTS
