@@ -104,6 +104,7 @@ def serve(model: str, port: int) -> None:
     params.port = port
     params.n_ctx = CONTEXT * SLOTS
     params.n_parallel = SLOTS
+    params.n_batch = params.n_ubatch = 128  # between two batches it hears who has left
     params.cpuparams.n_threads = 1
     params.cpuparams_batch.n_threads = 1
     params.endpoint_slots = True

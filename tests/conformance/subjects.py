@@ -107,6 +107,7 @@ def openai_subject(directory: Path, model: Path) -> Iterator[Subject]:
     server = LlamaServer(directory, model)
     server.start()
     flags = {"engine": "openai", "upstream": server.url, "model": MODEL, "tokenizer": model, "served_name": SERVED}
+    flags |= {"stall_s": 60, "first_token_s": 120}  # it computes whole prompts between two tokens
     try:
         server.wait_ready()
         with started(directory, {"merged": flags}) as workers:

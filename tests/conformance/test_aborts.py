@@ -21,10 +21,10 @@ from tests.worker_process import Frontend, frontend
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 BESIDE = "The lighthouse keeper opened the door and"
-BESIDE_TOKENS = 40
+BESIDE_TOKENS = 24
 
 
-def long_prompt(seed: int, tokens: int = 600) -> list[int]:
+def long_prompt(seed: int, tokens: int = 300) -> list[int]:
     return random.Random(seed).choices(range(200, 4000), k=tokens)
 
 
@@ -53,7 +53,7 @@ async def submitted(client: Frontend, uid: str, plan: pb.Plan, prompt: list[int]
 async def test_aborts(subject: Subject, client: Frontend, stage: str) -> None:
     plan = merged(subject.merged)
     async with beside(subject, client, plan, f"beside {stage}"):
-        for n in range(6):
+        for n in range(4):
             uid = f"{stage} {n}"
             prompt = subject.tokenizer.encode(BESIDE, add_special=False) if stage == "while it streams" else None
             await submitted(client, uid, plan, prompt or long_prompt(n), choices=(0, 1) if n % 2 else (0,))
@@ -72,9 +72,9 @@ async def test_aborts_of_hand_overs(subject: Subject, decode: Frontend, stage: s
     assert subject.decode is not None
     plan = disaggregated(subject.prefill, subject.decode)
     async with beside(subject, decode, plan, f"pd beside {stage}"):
-        for n in range(6):
+        for n in range(4):
             uid = f"pd {stage} {n}"
-            await submitted(decode, uid, plan, long_prompt(100 + n, 64 if stage == "while it streams" else 600))
+            await submitted(decode, uid, plan, long_prompt(100 + n, 64 if stage == "while it streams" else 300))
             if stage == "while it streams":
                 async for event in decode.events(uid):
                     if event.tokens.ids:
@@ -128,7 +128,7 @@ async def test_one_attempt_runs_once(subject: Subject, client: Frontend) -> None
 async def test_a_burst_is_answered_in_full(subject: Subject, client: Frontend) -> None:
     """More at once than are computed at once."""
     plan = merged(subject.merged)
-    prompts = [long_prompt(500 + n, 20) for n in range(24)]
+    prompts = [long_prompt(500 + n, 20) for n in range(16)]
     found = await asyncio.gather(
         *(client.run(f"burst {n}", prompt, plan, max_tokens=8) for n, prompt in enumerate(prompts))
     )

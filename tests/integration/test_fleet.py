@@ -49,7 +49,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model_path: Path, llama: Lla
         "upstream": llama.url,
         "model": MODEL,
         "tokenizer": model_path,
-        "stall_s": 3,
+        "stall_s": 20,
         "max_streams": 8,
     }
     stack = Stack(
