@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+import structlog
+
 from baton.engine.needs import needs
 from baton.engine.openai.client import Upstream
 from baton.engine.openai.health import Health
@@ -43,6 +45,8 @@ WAITING_TIMES = 8
 """So many times `max_streams` may be here, those that wait included; as the torch engine takes them."""
 UNWELL_STEP_S = 0.001
 _UPSTREAM_AT_FAULT = frozenset({Reason.DECODE_UNAVAILABLE, Reason.ENGINE_FAILED})
+
+_log = structlog.get_logger()
 
 
 class UpstreamReservation(Reservation):
@@ -214,5 +218,12 @@ class OpenAIEngine(Engine):
         except BatonError as error:
             if error.reason in _UPSTREAM_AT_FAULT:
                 self._health.doubt()
-            failed = TokenEvent(request.uid, request.attempt, choice, 0, error=error.reason, message=error.message)
-            await self._events.put(failed)
+            await self._events.put(_failed(request, choice, error))
+        except Exception as error:
+            _log.exception("a stream failed unexpectedly", uid=request.uid)
+            told = BatonError(Reason.ENGINE_FAILED, f"{type(error).__name__} while asking {self._upstream.url}")
+            await self._events.put(_failed(request, choice, told))
+
+
+def _failed(request: Request, choice: int, error: BatonError) -> TokenEvent:
+    return TokenEvent(request.uid, request.attempt, choice, 0, error=error.reason, message=error.message)

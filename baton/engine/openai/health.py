@@ -1,10 +1,12 @@
 """Whether an upstream can be counted on.
 
+    chunks arrive                                    well, whatever the probes say
     connection refused, key refused, model gone      unwell at once
-    no answer in time, 5xx                           unwell after `PATIENCE` probes in a row; not while chunks arrive
+    no answer in time, 5xx                           unwell after `PATIENCE` probes in a row
     an answer that names our model                   well
 
-A server that computes on the thread that answers probes is slow to answer them: chunks that come are the better sign.
+A server that computes on the thread that answers probes is slow to answer them, and one that is told to leave takes no
+connections while it ends its streams: chunks that come are the better sign.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 import structlog
 
 from baton.engine.openai.client import Upstream
+from baton.engine.openai.failures import UpstreamError
 from baton.errors import BatonError
 
 PROBE_EACH_S = 1.0
@@ -65,17 +68,17 @@ class Health:
         try:
             await self._upstream.describe(PROBE_S)
         except BatonError as error:
-            self._failed(error.message, took_s=self._clock() - began)
+            told = not isinstance(error, UpstreamError) and self._clock() - began < PROBE_S
+            self._failed(error.message, at_once=told)
             return
         if self.why:
             _log.info("upstream is back", url=self._upstream.url, away_s=round(time.time() - self.since, 1))
         self._failures, self.why, self.since = 0, "", 0.0
 
-    def _failed(self, why: str, took_s: float) -> None:
+    def _failed(self, why: str, *, at_once: bool) -> None:
         self._failures += 1
-        in_time = took_s < PROBE_S
         streaming = self._clock() - self._heard_at < PROBE_S
-        if self.why or (in_time and not streaming) or (self._failures >= PATIENCE and not streaming):
+        if self.why or ((at_once or self._failures >= PATIENCE) and not streaming):
             if not self.why:
                 self.since = time.time()
                 _log.warning("upstream is not well", url=self._upstream.url, why=why)

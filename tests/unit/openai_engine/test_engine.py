@@ -372,6 +372,18 @@ async def test_one_failing_request_does_not_hurt_another(model: Model) -> None:
             await reservation.release()
 
 
+async def test_a_fault_of_ours_is_a_failure_too(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a request that waits for its deadline."""
+
+    def broken(*_: object, **__: object) -> dict[str, Any]:
+        raise RuntimeError("boom")
+
+    async with running(model) as one:
+        monkeypatch.setattr("baton.engine.openai.runs.completion", broken)
+        error = await one.failure()
+        assert (error.reason, "RuntimeError" in error.message) == (Reason.ENGINE_FAILED, True)
+
+
 # ---- giving up
 
 
