@@ -17,13 +17,14 @@ from baton.engine import needs
 class Dialect:
     """`fields`: need -> the server's name for it. `owners`: how `/v1/models` names the owner (in lower case, as its
     beginning), by which the dialect is known. `all_tokens` is the `top_k` that means all of them, `top_p_one` whether a
-    `top_p` of 1 may be said."""
+    `top_p` of 1 may be said, `always` what is said in every request."""
 
     name: str
     fields: Mapping[str, str] = field(default_factory=dict)
     owners: tuple[str, ...] = ()
     all_tokens: int = 0
     top_p_one: bool = True
+    always: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def lacks(self) -> frozenset[str]:
@@ -36,8 +37,9 @@ def _same(*names: str) -> dict[str, str]:
 
 
 _STANDARD = _same(needs.LOGIT_BIAS, needs.PRESENCE_PENALTY)
-_LLAMA = _STANDARD | _same(needs.TOP_K, needs.MIN_P, needs.IGNORE_EOS)
-_ALL = _LLAMA | _same(needs.REPETITION_PENALTY, needs.MIN_TOKENS, needs.STOP_TOKEN_IDS)
+_COMMON = _STANDARD | _same(needs.TOP_K, needs.MIN_P, needs.IGNORE_EOS)
+_ALL = _COMMON | _same(needs.REPETITION_PENALTY, needs.MIN_TOKENS, needs.STOP_TOKEN_IDS)
+_LLAMA = _COMMON | {needs.REPETITION_PENALTY: "repeat_penalty"}
 
 OPENAI = Dialect("openai", _STANDARD)
 DIALECTS: tuple[Dialect, ...] = (
@@ -45,7 +47,8 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("vllm", _ALL, ("vllm",), all_tokens=-1),
     Dialect("sglang", _ALL, ("sglang",), all_tokens=-1),
     Dialect("tensorrt-llm", _ALL, ("tensorrt_llm", "tensorrt-llm")),
-    Dialect("llama.cpp", _LLAMA, ("llamacpp", "llama.cpp")),
+    # Its penalties look at the last 64 tokens unless told otherwise; ours at all of them.
+    Dialect("llama.cpp", _LLAMA, ("llamacpp", "llama.cpp"), always={"repeat_last_n": -1}),
     Dialect("triton", _STANDARD, ("triton",)),
     Dialect("tgi", _same(needs.REPETITION_PENALTY), top_p_one=False),
     Dialect("mindie", _STANDARD, ("mindie",)),

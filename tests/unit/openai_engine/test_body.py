@@ -51,7 +51,7 @@ def test_every_need_is_said_or_lacking(dialect: Dialect) -> None:
     assert asked == needs.ALL - {needs.LOGPROBS, needs.PROMPT_LOGPROBS}
     for need in asked:
         assert (need in dialect.lacks) != (dialect.fields.get(need) in said), need
-    assert set(said) - STANDARD == set(dialect.fields.values()) - STANDARD
+    assert set(said) - STANDARD == (set(dialect.fields.values()) | set(dialect.always)) - STANDARD
     assert {needs.LOGPROBS, needs.PROMPT_LOGPROBS} <= dialect.lacks
 
 
