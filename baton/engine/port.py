@@ -191,7 +191,7 @@ class EngineStats:
     `step_started` is `time.time()` since when progress is due (0 when idle): when the running step began, or since when
     the engine had work, or a message to take, and did nothing. `step_predicted_s` is how long that was expected to
     take: `baton.engine.progress` tells a long step from a stuck engine. `prefill_tok_s` and `decode_step_s` are
-    learnt (exponential averages). `unwell` says why the engine cannot be counted on now; empty: it can.
+    learnt (exponential averages).
     """
 
     running: int = 0
@@ -213,7 +213,6 @@ class EngineStats:
     output_tokens: int = 0
     preemptions: int = 0
     corrupted_blocks: int = 0
-    unwell: str = ""
 
 
 @dataclass(frozen=True)
@@ -308,6 +307,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def stats(self) -> EngineStats:
         """The last known state; never waits."""
+
+    @property
+    def unwell(self) -> str:
+        """Why the engine cannot be counted on now, though it is not stuck; empty: it can. Never waits."""
+        return ""
 
     @abc.abstractmethod
     async def check_integrity(self) -> list[str]:

@@ -87,7 +87,7 @@ class WorkerContext:
 
     def check_moving(self, reason: Reason) -> None:
         """Raises BatonError `reason` while the engine is stuck or not well: whoever asks is better served elsewhere."""
-        if unwell := self.engine.stats().unwell:
+        if unwell := self.engine.unwell:
             raise BatonError(reason, f"the engine of {self.id} is not well: {unwell}")
         if self.stuck():
             raise BatonError(reason, f"the engine of {self.id} is stuck in a step")

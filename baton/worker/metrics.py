@@ -67,14 +67,13 @@ class WorkerMetrics:
             "preemptions": counter("preemptions", "Requests preempted and recomputed."),
             "corrupted_blocks": counter("kv_blocks_corrupted", "Cached KV blocks whose bytes had changed: not used."),
         }
-        self._unwell = gauge("unwell", "1 while the engine cannot be counted on (an upstream that does not answer).")
+        self.unwell = gauge("unwell", "1 while the engine cannot be counted on (an upstream that does not answer).")
         self._seen = dict.fromkeys(self._totals, 0)
 
     def engine(self, stats: EngineStats) -> None:
         """Show the engine's state."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
-        self._unwell.set(bool(stats.unwell))
         for name, counter in self._totals.items():
             now = getattr(stats, name)
             if now > self._seen[name]:

@@ -132,3 +132,4 @@ class Serving:
         while True:
             await asyncio.sleep(SHOW_S)
             self.context.metrics.engine(self.context.engine.stats())
+            self.context.metrics.unwell.set(bool(self.context.engine.unwell))

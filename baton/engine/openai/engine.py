@@ -159,8 +159,11 @@ class OpenAIEngine(Engine):
             self.runs.stats(),
             step_started=self._health.since,
             step_predicted_s=UNWELL_STEP_S if self._health.why else 0.0,
-            unwell=self._health.why,
         )
+
+    @property
+    def unwell(self) -> str:
+        return self._health.why
 
     async def check_integrity(self) -> list[str]:
         found = [f"{uid}/{attempt} streams from the upstream" for uid, attempt in self._live]

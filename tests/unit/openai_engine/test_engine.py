@@ -558,16 +558,16 @@ async def test_a_server_that_is_not_well_is_told_and_comes_back(
     async with running(model) as one:
         upstream = one.upstream
         models = upstream.models
-        assert one.engine.stats().unwell == ""
+        assert one.engine.unwell == ""
         await what(upstream)
-        await until(lambda: one.engine.stats().unwell)
+        await until(lambda: one.engine.unwell)
         # Frontends and routers tell it by what they know: a step that does not end.
         stats = one.engine.stats()
         assert stuck(stats.step_started, stats.step_predicted_s, time.time() + 2)
         upstream.models, upstream.models_status = models, 200
         if what is _gone:
             await upstream.start()
-        await until(lambda: not one.engine.stats().unwell)
+        await until(lambda: not one.engine.unwell)
         assert one.engine.stats().step_started == 0
         assert (await one.complete("r")).text == " one two"
 
@@ -585,10 +585,10 @@ async def test_a_busy_server_that_streams_is_well(model: Model) -> None:
         one.upstream.models = None
         reservation = await one.submit("r", max_tokens=40)
         while not one.heard["r", 0].done.is_set():
-            assert one.engine.stats().unwell == ""
+            assert one.engine.unwell == ""
             await asyncio.sleep(0.02)
         await reservation.release()
-        await until(lambda: one.engine.stats().unwell)
+        await until(lambda: one.engine.unwell)
 
 
 async def test_rates_are_learnt(model: Model) -> None:
