@@ -32,7 +32,7 @@ class WorkerProcess:
     """One `python -m services.<role>`. Leaving the context ends it, whatever state it is in.
 
     `mark` is added to its environment, and so to that of its children: by it they can be found. `prefix` goes before
-    the command, and `python` is the interpreter of its environment.
+    the command, `python` is that of the environment that its engine is installed in.
     """
 
     def __init__(
@@ -128,6 +128,9 @@ class Result:
     first_route: pb.RouteTaken | None = None
     prompt_logprobs: list[pb.Logprob] = field(default_factory=list)
     events: int = 0
+    text: dict[int, str] = field(default_factory=dict)
+    """Of an engine that answers text."""
+    text_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class Frontend:
@@ -231,7 +234,14 @@ class Frontend:
                 result.handback = event.handback
                 return result
             tokens = result.tokens.setdefault(event.choice, [])
-            assert event.offset == emitted + len(tokens), (event, tokens)
+            if event.WhichOneof("body") == "text":
+                text = result.text.setdefault(event.choice, "")
+                assert event.offset == len(text), (event, text)
+                assert event.text_tokens >= result.text_tokens.get(event.choice, 0)
+                result.text[event.choice] = text + event.text
+                result.text_tokens[event.choice] = event.text_tokens
+            else:
+                assert event.offset == emitted + len(tokens), (event, tokens)
             tokens.extend(event.tokens.ids)
             result.logprobs.setdefault(event.choice, []).extend(event.tokens.logprobs)
             if event.finish:

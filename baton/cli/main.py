@@ -278,6 +278,43 @@ def explain(
     out.print(f"{reply['prompt_tokens']} tokens: {reply['summary']}", markup=False)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+)
+def merged(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="What the upstream calls its model; without --upstream, a .gguf file or a directory.")
+    ],
+    engine: Annotated[str, typer.Option(help="openai: a server at --upstream. torch: compute here.")] = "openai",
+    upstream: Annotated[
+        str, typer.Option(help="Any OpenAI-compatible server that has /v1/completions.", metavar="URL")
+    ] = "",
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="The upstream's model directory or .gguf file (its text side counts). Left out: that of the run.",
+            metavar="DIR|FILE.gguf",
+        ),
+    ] = "",
+    served_name: Annotated[
+        str, typer.Option(help="The model name that clients send. Left out: that of the run, else --model.")
+    ] = "",
+    api_key_file: Annotated[str, typer.Option(help="A file with the upstream's API key.", metavar="FILE")] = "",
+    etcd: Annotated[str, typer.Option(help="Where the cluster is. Left out: the etcd of the run.")] = "",
+) -> None:
+    """Run one more merged worker, in the foreground, beside what `baton up` started or in any cluster.
+
+    Every other option of the service may be given as well; `python -m services.merged --help` tells them.
+
+    Example: `baton merged --engine openai --upstream http://127.0.0.1:8080/v1 --model my-model`
+    """
+    from baton.cli.merged import Asked, command
+
+    asked = Asked(engine, model, upstream, tokenizer, served_name, api_key_file, etcd)
+    _become(command(find_home(), asked, context.args))
+
+
 @app.command()
 def drain(
     process: Annotated[str, typer.Argument(help="An id or name, as `baton status` shows it.")],

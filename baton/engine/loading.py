@@ -89,18 +89,18 @@ class LoadingReservation(Reservation):
         spec = self._spec
         if number < have:
             return None
-        if handle.fingerprint != spec.fingerprint.digest():
+        if handle.fingerprint != spec.layout.digest():
             return Reason.KV_LAYOUT_MISMATCH
         tokens = min(spec.block_size, self.prompt_tokens - number * spec.block_size)
         good = number < len(self._names) and (handle.key, handle.tokens) == (self._names[number], tokens)
-        if not good or handle.length != spec.fingerprint.block_bytes:
+        if not good or handle.length != spec.layout.block_bytes:
             return Reason.KV_BAD_HANDLE
         if number >= len(self._slots):
             return Reason.NO_CAPACITY  # its slot went to quarantine and there was no other
         return None
 
     def _offset(self, number: int) -> int:
-        return self._slots[number] * self._spec.fingerprint.block_bytes
+        return self._slots[number] * self._spec.layout.block_bytes
 
     async def _read(self, numbers: list[int], handles: Sequence[Handle], reader: Reader, deadline: float) -> ReadReport:
         """The read itself. When the caller is cancelled, its slots leave the reservation until the read is over."""
@@ -132,7 +132,7 @@ class LoadingReservation(Reservation):
         """Late slots are exchanged for new ones and quarantined until the read has settled."""
         if not report.late or report.settled is None:
             return
-        late = [offset // self._spec.fingerprint.block_bytes for offset in report.late]
+        late = [offset // self._spec.layout.block_bytes for offset in report.late]
         self._late.wait(report.settled, late)
         await self._swap([self._slots.index(slot) for slot in late])
 

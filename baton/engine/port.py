@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from baton.errors import Reason
+from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import Handle
 from baton.kv.layout import LayoutFingerprint
@@ -104,6 +104,8 @@ class TokenEvent:
     """New tokens of one choice. `offset` is the output index of the first of them (emitted tokens count).
 
     `finish` is set on the choice's last event (which may carry no token); `error` instead when the engine gave up.
+    An engine that has no token ids to tell sets `text` (maybe empty) in each event: then `offset` counts the characters
+    of this attempt before it, and `text_tokens` all tokens of this attempt up to its end.
     """
 
     uid: str
@@ -115,6 +117,10 @@ class TokenEvent:
     finish: FinishReason | None = None
     error: Reason | None = None
     message: str = ""
+    text: str | None = None
+    text_tokens: int = 0
+    cached_tokens: int = 0
+    """With the last event of text: prompt tokens that the upstream found in its own cache."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +160,14 @@ PrefillEvent = SealedBlocks | PrefillDone
 class EngineSpec:
     """What an engine is, known once it has started.
 
-    `partial_blocks`: whether a prompt's last block is handed over when the prompt ends inside it. An engine that only
-    takes whole blocks computes those few tokens itself, beside the one that it has to compute anyway.
+    `fingerprint` is None for an engine whose KV is out of reach: nothing is handed over, stored or told of it, it only
+    runs merged, and `block_size` is that of the logical keys. `partial_blocks`: whether a prompt's last block is handed
+    over when the prompt ends inside it; an engine that only takes whole blocks computes those few tokens itself, beside
+    the one that it has to compute anyway. `lacks` names what a request may need and it cannot do (`baton.engine.needs`).
     """
 
     name: str
-    fingerprint: LayoutFingerprint
+    fingerprint: LayoutFingerprint | None
     block_size: int
     max_context: int
     max_streams: int
@@ -168,6 +176,14 @@ class EngineSpec:
     resume: Resume
     eos_token_ids: tuple[int, ...]
     partial_blocks: bool = True
+    lacks: frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> LayoutFingerprint:
+        """The fingerprint of an engine that has one. Raises BatonError(KV_LAYOUT_MISMATCH)."""
+        if self.fingerprint is None:
+            raise BatonError(Reason.KV_LAYOUT_MISMATCH, f"{self.name} has no KV that can be handed over")
+        return self.fingerprint
 
     def handed_over(self, tokens: int) -> int:
         """How many of a prompt's `tokens` a whole hand-over brings."""
@@ -297,6 +313,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def stats(self) -> EngineStats:
         """The last known state; never waits."""
+
+    @property
+    def unwell(self) -> str:
+        """Why the engine cannot be counted on now, though it is not stuck; empty: it can. Never waits."""
+        return ""
 
     @abc.abstractmethod
     async def check_integrity(self) -> list[str]:

@@ -13,6 +13,7 @@ class LayoutFingerprint:
     """The physical shape of one block: `[layers, 2 (K, V), kv_heads, block_size, head_dim]`, contiguous.
 
     `model` is the weights' identity: equal shapes of different models never pair. `order` names the axis order.
+    `variant` is what else decides what the bytes mean (an engine's version, speculative decoding); mostly empty.
     The wire version is not part of it: releases N and N-1 must pair during a rolling upgrade.
     """
 
@@ -26,6 +27,7 @@ class LayoutFingerprint:
     order: str = "lkhtd"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    variant: str = ""
 
     @property
     def block_bytes(self) -> int:
@@ -35,7 +37,9 @@ class LayoutFingerprint:
 
     def digest(self) -> str:
         """A short name that is equal exactly when every field is equal."""
-        text = "|".join(f"{k}={v}" for k, v in sorted(asdict(self).items()))
+        # Without a variant the digest is that of releases that knew none.
+        said = {k: v for k, v in asdict(self).items() if k != "variant" or v}
+        text = "|".join(f"{k}={v}" for k, v in sorted(said.items()))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def differences(self, other: LayoutFingerprint) -> list[str]:

@@ -33,10 +33,11 @@ class Model:
         return Namespace(self.card.weights, self.card.tokenizer, adapter, salt).root()
 
 
-def load_model(path: str | Path, served_name: str = "") -> Model:
+def load_model(path: str | Path, served_name: str = "", *, weights: bool = True) -> Model:
     """Load a model's text side from a directory or GGUF file; torch is not needed.
 
-    Raises ModelError when the files cannot be used.
+    Without `weights`, or where the directory has none, its card does not say which they are. Raises ModelError when the
+    files cannot be used.
     """
     files = open_model(path)
     tokenizer = load_tokenizer(files)
@@ -45,7 +46,7 @@ def load_model(path: str | Path, served_name: str = "") -> Model:
     name = served_name or files.default_name
     card = ModelCard(
         model=name,
-        weights=weights_identity(files),
+        weights=weights_identity(files) if weights and files.has_weights else "",
         tokenizer=tokenizer.digest,
         chat_template=template.digest,
         generation_config=generation.digest,
@@ -59,8 +60,10 @@ def load_card(path: str | Path, served_name: str = "") -> ModelCard:
 
 
 def card_difference(ours: ModelCard, theirs: ModelCard) -> list[str]:
-    """Names of the fields in which two cards differ; empty when they agree."""
-    return [name for name in CARD_FIELDS if getattr(ours, name) != getattr(theirs, name)]
+    """Names of the fields in which two cards differ; empty when they agree. What one of them does not say is compared
+    with nothing."""
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in CARD_FIELDS]
+    return [name for name, our, their in pairs if our and their and our != their]
 
 
 __all__ = ["CARD_FIELDS", "Model", "ModelFiles", "card_difference", "load_card", "load_model"]

@@ -31,6 +31,11 @@ class ModelFiles:
         return (base if dot and last[:1] in "QFBIqfbi" else stem).lower()
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there is more than the text side."""
+        return self.gguf is not None or any(self.path.glob("*.safetensors"))
+
+    @property
     def context_length(self) -> int:
         """Positions the model was made for. Raises ModelError when the files do not say."""
         if self.gguf is not None:

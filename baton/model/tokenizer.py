@@ -16,6 +16,9 @@ from baton.model.files import ModelFiles, open_model
 from baton.model.gguf_tokenizer import gguf_tokenizer
 from baton.model.origin import original
 
+_BEFORE = "\n"
+"""A text that most vocabularies keep apart from what follows."""
+
 
 class TextStream(Protocol):
     """Incremental decoding: each token gives the text that has become certain."""
@@ -79,6 +82,15 @@ class Tokenizer:
         # As a batch of one: the library keeps the interpreter's lock for a single text (measured: 0.1 s for 256 KB).
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoded.ids)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of text that goes on where another ended: without the space that some vocabularies put before a
+        text's first word."""
+        if self._alphabet is not None:
+            return self.encode(text, add_special=False)
+        before = self.encode(_BEFORE, add_special=False)
+        ids = self.encode(_BEFORE + text, add_special=False)
+        return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids` at once (malformed bytes become U+FFFD)."""

@@ -126,23 +126,30 @@ class Registry:
         REGISTRY_UNAVAILABLE when etcd does not answer in time; claim again then. Claiming again is also right whenever
         the card may have changed hands.
         """
-        value = encode(card)
-        key, claim = self._claims.get(card.model, (None, None))
+        return await self._claim("models", card.model, card, timeout_s)
+
+    async def claim_layout(
+        self, layout: registry_pb2.StandingLayout, timeout_s: float = 10.0
+    ) -> registry_pb2.StandingLayout:
+        """The KV layout that stands for its model and engine, as `claim_card` is for cards. Raises as that does."""
+        return await self._claim("layouts", f"{layout.model}.{layout.engine}", layout, timeout_s)
+
+    async def _claim(self, kind: Kind, id: str, message: M, timeout_s: float) -> M:
+        value, path = encode(message), self._key(kind, id)
+        key, claim = self._claims.get(path, (None, None))
         if key is None or claim is None or key.value != value:
-            key = LeasedKey(self._client, self._key("models", card.model).encode(), value, Policy.FIRST)
+            key = LeasedKey(self._client, path.encode(), value, Policy.FIRST)
             claim = self._keep(key)
         else:
             key.set(value)  # asks again at once
         if not await claim.registered(timeout_s) or key.standing is None:
-            await self._drop_claim(card.model, claim)
-            raise BatonError(
-                Reason.REGISTRY_UNAVAILABLE, f"etcd did not answer about the card of {card.model} in {timeout_s:g} s"
-            )
-        standing = json_format.Parse(key.standing, registry_pb2.ModelCard(), ignore_unknown_fields=True)
-        if standing == card:
-            self._claims[card.model] = (key, claim)
+            await self._drop_claim(path, claim)
+            raise BatonError(Reason.REGISTRY_UNAVAILABLE, f"etcd did not answer about {kind}/{id} in {timeout_s:g} s")
+        standing = json_format.Parse(key.standing, type(message)(), ignore_unknown_fields=True)
+        if standing == message:
+            self._claims[path] = (key, claim)
         else:
-            await self._drop_claim(card.model, claim)
+            await self._drop_claim(path, claim)
         return standing
 
     async def close(self) -> None:
@@ -157,8 +164,8 @@ class Registry:
         await asyncio.gather(*(view.close() for view in self._views.values()))
         await self._client.close()
 
-    async def _drop_claim(self, model: str, claim: Registration) -> None:
-        self._claims.pop(model, None)
+    async def _drop_claim(self, path: str, claim: Registration) -> None:
+        self._claims.pop(path, None)
         await claim.withdraw()
 
     def _key(self, kind: Kind, id: str) -> str:

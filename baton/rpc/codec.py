@@ -76,6 +76,7 @@ def layout_to_pb(layout: LayoutFingerprint) -> kv_pb2.Layout:
         order=layout.order,
         tensor_parallel=layout.tensor_parallel,
         pipeline_parallel=layout.pipeline_parallel,
+        variant=layout.variant,
     )
 
 
@@ -92,6 +93,7 @@ def layout_from_pb(message: kv_pb2.Layout) -> LayoutFingerprint:
         order=message.order,
         tensor_parallel=message.tensor_parallel,
         pipeline_parallel=message.pipeline_parallel,
+        variant=message.variant,
     )
 
 

@@ -67,6 +67,8 @@ class Attempt:
         self._metrics = metrics
         self._route_told = False
         self._last_token: dict[int, float] = {}
+        self._text_tokens: dict[int, int] = {}
+        """Of engines that answer text: tokens of each choice so far."""
 
     @property
     def key(self) -> Key:
@@ -105,7 +107,10 @@ class Attempt:
             self._error = BatonError(event.error, event.message)
             self._ended.set()
             return
-        self._send_tokens(event.choice, event.offset, event.token_ids, event.logprobs, event.finish)
+        if event.text is not None:
+            self._send_text(event, event.text)
+        else:
+            self._send_tokens(event.choice, event.offset, event.token_ids, event.logprobs, event.finish)
 
     def send_first(self, first: Sequence[FirstToken], prompt_logprobs: Sequence[TokenLogprob | None] = ()) -> None:
         """Pass on the first token of every choice, drawn where the prompt was computed."""
@@ -140,8 +145,7 @@ class Attempt:
         finish: FinishReason | None,
         prompt_logprobs: Sequence[TokenLogprob | None] = (),
     ) -> None:
-        if choice not in self.open:
-            self._metrics.late_events.inc()
+        if self._late(choice):
             return
         self._measure(choice, len(token_ids))
         event = pb.Event(choice=choice, offset=offset)
@@ -153,9 +157,32 @@ class Attempt:
             event.prompt_logprobs.extend(logprob_to_pb(lp) if lp else pb.Logprob() for lp in prompt_logprobs)
         self.emitted = self.emitted or bool(token_ids)
         self.output[choice].extend(token_ids)
+        self._send_choice(event, finish)
+
+    def _send_text(self, told: TokenEvent, text: str) -> None:
+        if self._late(told.choice):
+            return
+        new = max(0, told.text_tokens - self._text_tokens.get(told.choice, 0))
+        self._text_tokens[told.choice] = told.text_tokens
+        self._measure(told.choice, new)
+        self.emitted = self.emitted or bool(text)
+        if told.finish is not None:
+            self.route.cached_tokens = max(self.route.cached_tokens, min(told.cached_tokens, self.tokens))
+            self.route.computed_tokens = self.tokens - self.route.cached_tokens
+        event = pb.Event(choice=told.choice, offset=told.offset, text=text, text_tokens=told.text_tokens)
+        self._send_choice(event, told.finish)
+
+    def _late(self, choice: int) -> bool:
+        """Whether the choice has ended already: then what comes is only counted."""
+        if choice in self.open:
+            return False
+        self._metrics.late_events.inc()
+        return True
+
+    def _send_choice(self, event: pb.Event, finish: FinishReason | None) -> None:
         if finish is not None:
             event.finish = finish.value
-            self.open.discard(choice)
+            self.open.discard(event.choice)
         self._send(event, last=not self.open)
         if not self.open:
             self._ended.set()

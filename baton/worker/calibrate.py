@@ -14,8 +14,9 @@ from typing import cast
 
 import structlog
 
-from baton.engine.port import Engine, EngineSpec, PrefillDone, Request, SamplingParams, TokenEvent
-from baton.errors import BatonError
+from baton.engine import needs
+from baton.engine.port import Engine, EngineSpec, PrefillDone, Request, Reservation, SamplingParams, TokenEvent
+from baton.errors import BatonError, Reason
 from baton.v1 import registry_pb2
 from baton.worker.registration import TRANSFER_BYTES_S
 
@@ -31,8 +32,11 @@ async def measure_rates(engine: Engine, spec: EngineSpec) -> registry_pb2.Rates:
 
     Consumes `engine.events()`: run it before anything else does.
     """
-    prompt = [i % min(spec.vocab_size, 64) for i in range(min(PROMPT_TOKENS, spec.max_context // 2))]
-    sampling = SamplingParams(max_tokens=STEPS, seed=0, temperature=0.0, ignore_eos=True)
+    length = min(PROMPT_TOKENS, spec.max_context // 2)
+    # A server that keeps prompts must not know this one from an earlier start.
+    prompt = [byte % min(spec.vocab_size, 64) for byte in os.urandom(length)]
+    deaf = needs.IGNORE_EOS not in spec.lacks
+    sampling = SamplingParams(max_tokens=STEPS, seed=0, temperature=0.0, ignore_eos=deaf)
     request = Request("calibration", 1, prompt, sampling, os.urandom(16), time.time() + LIMIT_S)
     rates = registry_pb2.Rates(transfer_bytes_s=TRANSFER_BYTES_S)
     try:
@@ -40,11 +44,10 @@ async def measure_rates(engine: Engine, spec: EngineSpec) -> registry_pb2.Rates:
             reservation = await engine.reserve(request)
             try:
                 started = time.monotonic()
-                async for event in engine.prefill(reservation):
-                    if isinstance(event, PrefillDone):
-                        rates.prefill_tok_s = len(prompt) / (time.monotonic() - started)
-                        await engine.generate(reservation, event.first)
-                rates.decode_step_s = await _decode_step_s(engine)
+                prefilled = await _begin(engine, reservation, prefills=spec.fingerprint is not None)
+                steps = await _steps(engine)
+                rates.prefill_tok_s = len(prompt) / max(1e-6, (prefilled or steps[0]) - started)
+                rates.decode_step_s = (steps[-1] - steps[0]) / max(1, len(steps) - 1)
             finally:
                 await reservation.release()
     except (TimeoutError, BatonError) as error:
@@ -53,14 +56,29 @@ async def measure_rates(engine: Engine, spec: EngineSpec) -> registry_pb2.Rates:
     return rates
 
 
-async def _decode_step_s(engine: Engine) -> float:
-    """Seconds of one step of one stream, over the steps of the calibration request."""
+async def _begin(engine: Engine, reservation: Reservation, *, prefills: bool) -> float:
+    """Start the request; `time.monotonic()` of when its prompt was computed, 0 from an engine that does not tell."""
+    if not prefills:
+        await engine.generate(reservation)
+        return 0.0
+    done = 0.0
+    async for event in engine.prefill(reservation):
+        if isinstance(event, PrefillDone):
+            done = time.monotonic()
+            await engine.generate(reservation, event.first)
+    return done
+
+
+async def _steps(engine: Engine) -> list[float]:
+    """`time.monotonic()` of each step of the only request. Raises BatonError when it fails."""
     times: list[float] = []
     steps = cast("AsyncGenerator[list[TokenEvent], None]", engine.events())
     async with aclosing(steps):
         async for events in steps:
             for event in events:
                 times.append(time.monotonic())
-                if event.finish is not None or event.error is not None:
-                    return (times[-1] - times[0]) / max(1, len(times) - 1)
-    return 0.0
+                if event.error is not None:
+                    raise BatonError(event.error, event.message)
+                if event.finish is not None:
+                    return times
+    raise BatonError(Reason.ENGINE_FAILED, "the engine's events ended")

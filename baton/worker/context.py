@@ -56,8 +56,8 @@ class WorkerContext:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of our KV layout."""
-        return self.spec.fingerprint.digest()
+        """Digest of our KV layout; empty without one: then nothing pairs with us."""
+        return self.spec.fingerprint.digest() if self.spec.fingerprint is not None else ""
 
     @property
     def reader(self) -> Reader:
@@ -86,7 +86,9 @@ class WorkerContext:
         return progress.stuck(stats.step_started, stats.step_predicted_s, time.time())
 
     def check_moving(self, reason: Reason) -> None:
-        """Raises BatonError `reason` while the engine is stuck: whoever asks is better served elsewhere."""
+        """Raises BatonError `reason` while the engine is stuck or not well: whoever asks is better served elsewhere."""
+        if unwell := self.engine.unwell:
+            raise BatonError(reason, f"the engine of {self.id} is not well: {unwell}")
         if self.stuck():
             raise BatonError(reason, f"the engine of {self.id} is stuck in a step")
 

@@ -61,7 +61,7 @@ class Conversations:
 
     def ended(self, attempt: Attempt) -> None:
         """The stream is over: all of it, prompt included."""
-        if attempt.emitted:
+        if attempt.emitted and self._context.fingerprint:
             self._offer(attempt, None, again=True)
         self._chains.pop(attempt, None)
 

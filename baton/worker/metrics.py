@@ -67,6 +67,7 @@ class WorkerMetrics:
             "preemptions": counter("preemptions", "Requests preempted and recomputed."),
             "corrupted_blocks": counter("kv_blocks_corrupted", "Cached KV blocks whose bytes had changed: not used."),
         }
+        self.unwell = gauge("unwell", "1 while the engine cannot be counted on (an upstream that does not answer).")
         self._seen = dict.fromkeys(self._totals, 0)
 
     def engine(self, stats: EngineStats) -> None:

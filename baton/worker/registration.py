@@ -29,7 +29,7 @@ def worker_message(
         metrics_url=metrics_url,
         host=context.peer.host,
         model=context.card.model,
-        layout=layout_to_pb(spec.fingerprint),
+        layout=layout_to_pb(spec.fingerprint) if spec.fingerprint is not None else None,
         fingerprint=context.fingerprint,
         card=context.card,
         block_size=spec.block_size,
@@ -46,4 +46,5 @@ def worker_message(
         started=time.time(),
         pid=os.getpid(),
         device=context.device,
+        lacks=sorted(spec.lacks),
     )

@@ -58,7 +58,8 @@ async def _serve(process: Process, role: WorkerRole, settings: WorkerSettings) -
     serving.spawn_loops()
     await process.registry.start()
     process.background.spawn(announcement.run(), "announce")
-    serving.stores.follow(process.registry.view("kvstores", registry_pb2.KvStore))
+    if context.fingerprint:
+        serving.stores.follow(process.registry.view("kvstores", registry_pb2.KvStore))
     if pb.MODE_DISAGGREGATED in context.modes:
         Warmer(context).follow(process.registry.view("workers", registry_pb2.Worker))
     await server.set_serving(True)
@@ -84,7 +85,7 @@ async def _start_engine(
     spec = await engine.start()
     rates = await measure_rates(engine, spec)
     arena = engine.arena
-    if arena is not None:
+    if arena is not None and spec.fingerprint is not None:
         await transports.start(arena, process.id, process.epoch, slot_bytes=spec.fingerprint.block_bytes)
     peer = Peer(process.id, process.epoch, arena.size if arena is not None else 0, transports.metadata())
     context = WorkerContext(

@@ -81,7 +81,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         ours = self._context
         reply = pb.PairReply(peer=ours.peer)
         try:
-            if request.fingerprint != ours.fingerprint:
+            if not ours.fingerprint or request.fingerprint != ours.fingerprint:
                 raise BatonError(
                     Reason.KV_LAYOUT_MISMATCH, f"layout {request.fingerprint} does not pair with {ours.fingerprint}"
                 )

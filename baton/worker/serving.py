@@ -77,8 +77,9 @@ class Serving:
         spawn(self._follow_tokens(), "engine events")
         spawn(self._follow_cache(), "cache events")
         spawn(self._show(), "metrics")
-        spawn(self.offers.run(), "offers to stores")
-        spawn(self.conversations.watch(), "conversations")
+        if self.context.fingerprint:
+            spawn(self.offers.run(), "offers to stores")
+            spawn(self.conversations.watch(), "conversations")
 
     async def drain(self, deadline_s: float | None) -> int:
         """Take no new work, tell everyone, and end or move what runs. Returns what is left."""
@@ -131,3 +132,4 @@ class Serving:
         while True:
             await asyncio.sleep(SHOW_S)
             self.context.metrics.engine(self.context.engine.stats())
+            self.context.metrics.unwell.set(bool(self.context.engine.unwell))

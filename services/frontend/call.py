@@ -157,10 +157,13 @@ class Call:
         text = self._texts[index]
         if text.finish:
             return []
-        piece = text.push(item.ids, item.logprobs, item.finish)
+        if item.text is not None:
+            piece = text.push_text(item.text, item.text_tokens, item.finish)
+        else:
+            piece = text.push(item.ids, item.logprobs, item.finish)
         if piece.finish and not item.finish:
             item.generation.end_choice(item.choice)
-        if item.ids:
+        if item.ids or item.text:
             now = time.monotonic()
             if self._last[index]:
                 self._metrics.itl.observe(now - self._last[index])

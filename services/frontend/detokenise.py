@@ -11,6 +11,9 @@ from baton.model.tokenizer import Tokenizer
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.stops import StopStrings
 
+TOLD = 64
+"""Characters of text after which a decoder knows that it is in the middle of one."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
@@ -43,7 +46,10 @@ class ChoiceText:
         self, tokenizer: Tokenizer, *, stops: Sequence[str], ends: frozenset[int], min_tokens: int, max_tokens: int
     ) -> None:
         """`ends` are the token ids that end an output and are not shown. Stop strings count only after `min_tokens`."""
+        self._tokenizer = tokenizer
         self._stream = tokenizer.stream()
+        self._told = ""
+        """The end of what came as text since the last token."""
         self._stops = StopStrings(stops)
         self._ends = ends
         self._min_tokens = min_tokens
@@ -60,6 +66,8 @@ class ChoiceText:
         if self.finish:
             return Piece("", [], "")
         text = ""
+        if ids and self._told:
+            self._go_on_from_text()
         for position, token_id in enumerate(ids):
             if self.tokens >= self._max_tokens:
                 finish = finish or "length"
@@ -78,11 +86,36 @@ class ChoiceText:
             if self._stops.stopped:
                 finish = "stop"
                 break
+        return self._shown_piece(text, finish)
+
+    def push_text(self, text: str, tokens: int, finish: str) -> Piece:
+        """Take what an engine answered as text, for `tokens` tokens. It begins with a whole character: of one that
+        tokens before had only begun, nothing is left to show."""
+        if self.finish:
+            return Piece("", [], "")
+        if text and not self._told:
+            self._stream = self._tokenizer.stream()
+        if self.tokens >= self._max_tokens and text:
+            return self._shown_piece("", finish or "length")
+        self._told = (self._told + text)[-TOLD:]
+        self.tokens += tokens
+        self._decoded += len(text)
+        shown = text if self.tokens <= self._min_tokens else self._stops.push(text)
+        return self._shown_piece(shown, "stop" if self._stops.stopped else finish)
+
+    def _shown_piece(self, text: str, finish: str) -> Piece:
         if finish and not self._stops.stopped:
             text += self._stops.flush()
         self._shown += len(text)
         self.finish = finish
         return Piece(text, self._release(), finish)
+
+    def _go_on_from_text(self) -> None:
+        """Tokens after text: the decoder hears that text first, for it may treat a beginning otherwise."""
+        self._stream = self._tokenizer.stream()
+        for token_id in self._tokenizer.encode_continuation(self._told):
+            self._stream.push(token_id)
+        self._told = ""
 
     def _close_pending(self) -> None:
         """A character is whole: it ends for every token that gave bytes to it."""

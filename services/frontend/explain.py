@@ -27,6 +27,7 @@ async def explain(backend: Backend, work: Work) -> dict[str, Any]:
         deadline=min(work.deadline, time.time() + ANSWER_S),
         fallback=backend.fallback,
         merged_only=work.merged_only,
+        needs=work.needs,
     )
     return told(request, await backend.router.explain(request))
 

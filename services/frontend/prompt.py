@@ -48,6 +48,10 @@ class Prompts:
         """Block keys of the prompt together with output that a resume counts as prompt."""
         return tuple(block_keys(self._root, [*prompt.ids, *emitted])) if emitted else prompt.keys
 
+    def continuation(self, text: str) -> list[int]:
+        """Output that came as text, as the tokens that a resume counts as prompt."""
+        return self._model.tokenizer.encode_continuation(text)
+
     def _text(self, text: str, add_special: bool, param: str, limit: int) -> Prompt:
         # No token is longer than the longest: a text of more bytes needs no tokenising to be refused.
         least = len(text.encode()) // self._longest_token

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from baton.engine.needs import needs
 from baton.errors import BatonError, Reason
 from baton.route import RouteReason
+from baton.rpc.codec import sampling_from_pb
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.inbox import Inbox
@@ -79,6 +81,11 @@ class Work:
     deadline: float
     merged_only: bool = False
 
+    @property
+    def needs(self) -> list[str]:
+        """What of it not every engine can do."""
+        return sorted(needs(sampling_from_pb(self.sampling)))
+
 
 @dataclass(slots=True)
 class Choice:
@@ -86,15 +93,25 @@ class Choice:
 
     index: int
     received: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    """What an attempt that answers text has given, until it breaks and `received` takes it in."""
+    characters: int = 0
+    text_tokens: int = 0
+    """Of `text`."""
     attempt: int = NO_ATTEMPT
     finished: bool = False
     ended_here: bool = False
     """The frontend ended it: the worker does not know."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether the client has something of it."""
+        return bool(self.received or self.text)
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of one choice, for the client."""
+    """New tokens of one choice, for the client; or `text` that stands for `text_tokens` of them."""
 
     generation: Generation
     choice: int
@@ -102,6 +119,8 @@ class Output:
     logprobs: Sequence[worker_pb2.Logprob]
     finish: str
     prompt_logprobs: Sequence[worker_pb2.Logprob] = ()
+    text: str | None = None
+    text_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +210,14 @@ class Generation:
         left = [choice for choice in left if not choice.finished]
         if not left:
             return
-        fresh = tuple(choice.index for choice in left if not choice.received)
-        begun = [choice for choice in left if choice.received]
+        fresh = tuple(choice.index for choice in left if not choice.begun)
+        begun = [choice for choice in left if choice.begun]
         self._judge(broken, resumed=bool(begun))
         if fresh:
             self._note(RouteReason.HANDBACK if broken.handback else RouteReason.REROUTED)
             await self._launch(fresh, (), broken)
         for choice in begun:
+            await self._text_to_tokens(choice)
             self._note(RouteReason.RESUMED)
             lost, tokens = broken.leg.plan.worker.id, len(choice.received)
             _log.info("output moves", uid=self.work.uid, lost=lost, tokens=tokens, error=str(broken.error))
@@ -239,9 +259,9 @@ class Generation:
             self._drop("finished" if choice is not None and choice.finished else "stale")
             return
         if body == "text":
-            self.on_broken(leg, BatonError(Reason.ENGINE_FAILED, "the worker answers text"), handback=False)
-            return
-        self._take(leg, choice, event)
+            self._take_text(leg, choice, event)
+        else:
+            self._take(leg, choice, event)
 
     def on_broken(self, leg: Leg, error: BatonError, *, handback: bool) -> None:
         """A leg has ended early: its choices are on none, and the reader is told (after what came before)."""
@@ -259,20 +279,10 @@ class Generation:
 
     def _take(self, leg: Leg, choice: Choice, event: worker_pb2.Event) -> None:
         ids = event.tokens.ids
-        expected = len(choice.received)
-        if ids and event.offset != expected:
-            self._drop("doubled" if event.offset < expected else "gap")
-            if event.offset > expected:
-                missing = event.offset - expected
-                error = BatonError(Reason.SESSION_LOST, f"{missing} tokens of {leg.session.worker} are missing")
-                self.on_broken(leg, error, handback=False)
+        if ids and not self._joins(leg, event.offset, len(choice.received), "tokens"):
             return
         if ids:
-            if not leg.tokens:
-                leg.first_token = time.monotonic()
-                self._measure(leg)
-            leg.tokens += len(ids)
-            self._failures = 0
+            self._progress(leg, len(ids))
             choice.received.extend(ids)
         if event.finish:
             choice.finished = True
@@ -281,6 +291,50 @@ class Generation:
             self._inbox.put(output)
         if event.finish:
             self._settle(leg.attempt)
+
+    def _take_text(self, leg: Leg, choice: Choice, event: worker_pb2.Event) -> None:
+        """As `_take`, of an engine that answers text: offsets count this attempt's characters."""
+        if event.text and not self._joins(leg, event.offset, choice.characters, "characters"):
+            return
+        new = max(0, event.text_tokens - choice.text_tokens)
+        choice.text_tokens = max(choice.text_tokens, event.text_tokens)
+        if event.text or new:
+            self._progress(leg, new)
+        if event.text:
+            choice.text.append(event.text)
+            choice.characters += len(event.text)
+        if event.finish:
+            choice.finished = True
+        if event.text or new or event.finish:
+            output = Output(self, choice.index, (), (), event.finish, text=event.text, text_tokens=new)
+            self._inbox.put(output)
+        if event.finish:
+            self._settle(leg.attempt)
+
+    def _joins(self, leg: Leg, offset: int, expected: int, what: str) -> bool:
+        """Whether an event is what comes next; counted when it is not, and something was lost when it is beyond."""
+        if offset == expected:
+            return True
+        self._drop("doubled" if offset < expected else "gap")
+        if offset > expected:
+            error = BatonError(Reason.SESSION_LOST, f"{offset - expected} {what} of {leg.session.worker} are missing")
+            self.on_broken(leg, error, handback=False)
+        return False
+
+    def _progress(self, leg: Leg, tokens: int) -> None:
+        if not leg.first_token:
+            leg.first_token = time.monotonic()
+            self._measure(leg)
+        leg.tokens += tokens
+        self._failures = 0
+
+    async def _text_to_tokens(self, choice: Choice) -> None:
+        """What came as text is tokens to whoever goes on with it."""
+        text = "".join(choice.text)
+        choice.text.clear()
+        choice.characters = choice.text_tokens = 0
+        if text:
+            choice.received.extend(await asyncio.to_thread(self._backend.prompts.continuation, text))
 
     def _measure(self, leg: Leg) -> None:
         """What a resume cost the client, by what was waited for."""
@@ -299,7 +353,9 @@ class Generation:
         """All tokens had come and only the news of the end was lost."""
         sampling, received = self.work.sampling, choice.received
         finish = ""
-        if received:
+        if choice.text:
+            finish = "length" if len(received) + choice.text_tokens >= sampling.max_tokens else ""
+        elif received:
             ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._backend.eos_ids))
             if received[-1] in ends and len(received) > sampling.min_tokens:
                 finish = "stop"
@@ -426,6 +482,7 @@ class Generation:
             exclude=sorted(self._exclude),
             fallback=self._backend.fallback,
             merged_only=work.merged_only,
+            needs=work.needs,
         )
 
     def _settle(self, attempt: int) -> None:

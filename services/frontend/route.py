@@ -199,6 +199,8 @@ def own_choice(
         fits = merged or (worker.role == registry_pb2.ROLE_DECODE and not request.merged_only)
         if not fits or worker.model != request.model or worker.draining or id in request.exclude:
             continue
+        if any(need in worker.lacks for need in request.needs):
+            continue
         if session is None or not session.connected or session.draining:
             continue
         score = (session.load / max(1, worker.max_streams), not merged, random.random())

@@ -45,7 +45,7 @@ class WorkerState:
     of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
     others there have to do (devices.py). `step_s` is what a decode step of one stream takes, `stream_s` what each other
     stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in seconds on the clock of `Ask.now`; since then
-    the worker computes them.
+    the worker computes them. `lacks` is what it cannot do of what a request may need.
     """
 
     id: str
@@ -68,6 +68,7 @@ class WorkerState:
     beside_streams: int = 0
     beside_queue_s: float = 0.0
     as_of: float = 0.0
+    lacks: frozenset[str] = frozenset()
 
     def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float, now: float) -> WorkerState:
         """The same worker at `now`, with so much more promised to it."""
@@ -91,6 +92,7 @@ class WorkerState:
             self.unusable,
             self.device,
             as_of=now,
+            lacks=self.lacks,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -103,7 +105,7 @@ class Ask:
     """What is to be routed; never changed once made (not frozen, as WorkerState is not).
 
     `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by worker id, `stored` what
-    stores hold of the prompt; `now` is when, on the clock of `WorkerState.as_of`.
+    stores hold of the prompt; `now` is when, on the clock of `WorkerState.as_of`; `needs` what not every engine can do.
     """
 
     uid: str
@@ -116,6 +118,7 @@ class Ask:
     ttft_slo_s: float = 0.0
     stored: Sequence[StoredRun] = ()
     now: float = 0.0
+    needs: frozenset[str] = frozenset()
 
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""

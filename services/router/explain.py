@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Reason
+from baton.rpc.codec import layout_from_pb
 from baton.transfer.choose import Endpoint, choose
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.router.policy import Candidate, Choice, Mode
@@ -53,8 +54,20 @@ def expected_transport(reader: registry_pb2.Worker, owner: registry_pb2.Worker) 
         return ""
 
 
-def candidate(item: Candidate, chosen: Candidate | None, transport: str) -> router_pb2.Candidate:
-    """One candidate for `Explain`."""
+def mismatch(prefill: registry_pb2.Worker, decode: registry_pb2.Worker) -> str:
+    """Why the KV of two workers does not pair, in words."""
+    name = Reason.KV_LAYOUT_MISMATCH.name
+    if not (prefill.HasField("layout") and decode.HasField("layout")):
+        return f"{name}: {prefill.fingerprint or 'no KV'} != {decode.fingerprint or 'no KV'}"
+    engines = [f"engine: {prefill.engine} != {decode.engine}"] if prefill.engine != decode.engine else []
+    differ = engines + layout_from_pb(prefill.layout).differences(layout_from_pb(decode.layout))
+    return f"{name}: {prefill.id} and {decode.id} differ in {', '.join(differ)}"
+
+
+def candidate(
+    item: Candidate, chosen: Candidate | None, transport: str, excluded: str | None = None
+) -> router_pb2.Candidate:
+    """One candidate for `Explain`; `excluded` in place of the policy's own words."""
     return router_pb2.Candidate(
         mode=_MODES[item.mode],
         worker=item.worker.id,
@@ -63,7 +76,7 @@ def candidate(item: Candidate, chosen: Candidate | None, transport: str) -> rout
         total_ms=item.total * 1e3,
         cached_tokens=item.cached_tokens,
         chosen=item is chosen,
-        excluded=item.excluded,
+        excluded=item.excluded if excluded is None else excluded,
         transport=transport,
         store=item.load.store if item.load else "",
         stored_tokens=item.load.tokens if item.load else 0,

@@ -40,6 +40,8 @@ class Mode(StrEnum):
     LOCAL = "local"
 
 
+LACKS = "LACKS"
+"""Begins the reason why an engine that cannot do what a request asks for is left out."""
 MOST_PAIRS = 4096
 """A pair costs some microseconds, in which the router answers nobody else."""
 _PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
@@ -94,6 +96,8 @@ def _barred(worker: WorkerState, ask: Ask) -> str:
         return f"EXCLUDED: {worker.id} by the request"
     if worker.unusable:
         return worker.unusable
+    if ask.needs and not ask.needs.isdisjoint(worker.lacks):
+        return f"{LACKS}: {worker.id} cannot do {', '.join(sorted(ask.needs & worker.lacks))}"
     if worker.max_context and ask.prompt_tokens + (worker.role is not Role.PREFILL) > worker.max_context:
         return f"{Reason.CONTEXT_LENGTH_EXCEEDED.name}: {worker.id} takes {worker.max_context} tokens"
     if worker.blocks_total and (needed := worker.blocks_for(ask.prompt_tokens)) > worker.blocks_free:
@@ -275,7 +279,15 @@ def _why(found: Sequence[Candidate], winner: Candidate, ask: Ask) -> tuple[Route
         return (RouteReason.LOCAL_CHEAPEST if local else RouteReason.MERGED_CHEAPEST,)
     if not any(c.mode is Mode.LOCAL and not c.excluded for c in found):
         return (RouteReason.NO_DECODE, RouteReason.MERGED_FALLBACK)
-    return (RouteReason.PREFILL_UNAVAILABLE, RouteReason.LOCAL_FALLBACK if local else RouteReason.MERGED_FALLBACK)
+    without = RouteReason.KV_LAYOUT_MISMATCH if _only_layouts_differ(found) else RouteReason.PREFILL_UNAVAILABLE
+    return (without, RouteReason.LOCAL_FALLBACK if local else RouteReason.MERGED_FALLBACK)
+
+
+def _only_layouts_differ(found: Sequence[Candidate]) -> bool:
+    """Whether there are pairs, and all that is wrong with those of usable decode workers is that their KV differs."""
+    usable = {c.worker.id for c in found if c.mode is Mode.LOCAL and not c.excluded}
+    pairs = [c.excluded for c in found if c.mode is Mode.DISAGGREGATED and c.worker.id in usable]
+    return bool(pairs) and all(why.startswith(Reason.KV_LAYOUT_MISMATCH.name) for why in pairs)
 
 
 def _refusal(found: Sequence[Candidate], ask: Ask) -> Refusal:
@@ -296,6 +308,8 @@ def _refusal(found: Sequence[Candidate], ask: Ask) -> Refusal:
 def _from_exclusions(why: Sequence[str], otherwise: Reason, message: str) -> Refusal:
     names = {text.partition(":")[0] for text in why}
     detail = f"{message}: {'; '.join(sorted(set(why))[:4])}" if why else message
+    if names == {LACKS}:
+        return Refusal(Reason.INVALID_REQUEST, detail)
     if Reason.NO_CAPACITY.name in names:
         return Refusal(Reason.NO_CAPACITY, detail)
     for shared in (Reason.CONTEXT_LENGTH_EXCEEDED, Reason.VERSION_MISMATCH, Reason.DRAINING):

@@ -101,7 +101,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         except BatonError as error:
             return router_pb2.ExplainReply(failure=failure(error))
         for item in sorted(found, key=lambda c: (bool(c.excluded), c.total)):
-            reply.candidates.append(explain.candidate(item, winner, self._transport(item)))
+            reply.candidates.append(explain.candidate(item, winner, self._transport(item), self._why_not(item)))
         return reply
 
     async def Report(self, request: router_pb2.ReportRequest, context: object) -> router_pb2.ReportReply:
@@ -183,6 +183,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
             now=now,
+            needs=frozenset(request.needs),
         )
 
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
@@ -224,6 +225,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         size = (winner.prefill or winner.worker).block_size
         wanted = split_keys(_physical(keys, size))[winner.cached_tokens // size : load.tokens // size]
         self._prefetcher.hint(store, wanted, request.tenant)
+
+    def _why_not(self, item: policy.Candidate) -> str:
+        """Why a candidate may not be taken; two layouts that differ with the fields and both values."""
+        if item.prefill is None or not item.excluded.startswith(Reason.KV_LAYOUT_MISMATCH.name):
+            return item.excluded
+        return explain.mismatch(self._workers.get(item.prefill.id).worker, self._workers.get(item.worker.id).worker)
 
     def _transport(self, item: policy.Candidate) -> str:
         """By which transport the pair's last hand-over went, or, before the first, by which it should."""

@@ -24,14 +24,23 @@ SPARE = 8
 """Rows that a group has free at least when places are given anew."""
 
 
+Kind = tuple[Role, str, int, frozenset[str]]
+"""Role, layout, tokens of a block, and what an engine lacks: workers of one kind can stand for each other."""
+
+
+def _kind(state: WorkerState) -> Kind:
+    return state.role, state.fingerprint, state.block_size, state.lacks
+
+
 class _Group:
-    """Workers of one role and layout: rows `start` and on of the columns, dense. The last one takes the place of one
+    """Workers of one kind: rows `start` and on of the columns, dense. The last one takes the place of one
     that leaves. `room` is how many rows it has, `cost` the part of `Columns.cost` that is its own."""
 
-    def __init__(self, role: Role, fingerprint: str, block_size: int) -> None:
+    def __init__(self, role: Role, fingerprint: str, block_size: int, lacks: frozenset[str]) -> None:
         self.role = role
         self.fingerprint = fingerprint
         self.block_size = block_size
+        self.lacks = lacks
         self.states: list[WorkerState] = []
         self.capacity: list[float] = []
         self.start = 0
@@ -40,7 +49,7 @@ class _Group:
 
     def is_of(self, state: WorkerState) -> bool:
         """Whether `state` belongs here."""
-        return self.role is state.role and self.fingerprint == state.fingerprint and self.block_size == state.block_size
+        return _kind(state) == (self.role, self.fingerprint, self.block_size, self.lacks)
 
     def load(self, ask: Ask, load_time: LoadTime) -> tuple[slice, float, float] | None:
         """Where the longest run ends that a store has for this layout, and what a token of it takes to load, on the
@@ -92,7 +101,7 @@ class Fleet:
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        self._groups: dict[tuple[Role, str, int], _Group] = {}
+        self._groups: dict[Kind, _Group] = {}
         self._places: dict[str, tuple[_Group, int]] = {}  # where in its group a worker is
         self._device_of: dict[str, str] = {}
         self._on_device: dict[str, dict[str, WorkerState]] = {}  # as put, not told of each other
@@ -159,7 +168,7 @@ class Fleet:
 
     def block_sizes(self) -> set[int]:
         """Tokens of a block, of every layout here."""
-        return {size for _, _, size in self._groups}
+        return {size for _, _, size, _ in self._groups}
 
     def block_size(self, id: str) -> int:
         """Tokens of a block of that worker; 0 when it is not of this model."""
@@ -222,7 +231,7 @@ class Fleet:
 
     def _add(self, state: WorkerState) -> tuple[_Group, int]:
         """A place for a worker that has none."""
-        key = (state.role, state.fingerprint, state.block_size)
+        key = _kind(state)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(*key)

@@ -232,6 +232,7 @@ class Workers:
             unusable=self._unusable(known),
             device=f"{worker.host}/{worker.device}" if worker.device else "",
             as_of=known.reported_at,
+            lacks=frozenset(worker.lacks),
         )
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ WORKERS = ("prefill", "decode", "merged")
 
 class Stack:
     """One run. `frontends` maps names to their --fallback, `http` are flags for every frontend, `workers` for every
-    worker."""
+    worker, and `extra` are further workers: a name to its role and the flags in which it differs from the others."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Stack:
         dtype: str = "float32",
         frontends: Mapping[str, str] | None = None,
         http: Mapping[str, object] | None = None,
+        extra: Mapping[str, tuple[str, Mapping[str, object]]] | None = None,
         **workers: object,
     ) -> None:
         self.directory = directory
@@ -75,6 +76,8 @@ class Stack:
             for n in range(1, count + 1):
                 flags = {**served, "dtype": dtype, "pool_gib": 0.5, **workers}
                 self._plan[f"{role}-{n}"] = (role, flags)
+        for name, (role, flags) in (extra or {}).items():
+            self._plan[name] = (role, {**served, **workers, **flags})
         for name, fallback in (frontends or {"frontend": "auto"}).items():
             self._plan[name] = ("frontend", {**served, "fallback": fallback, **LINGER, **(http or {})})
         for name, (role, flags) in self._plan.items():

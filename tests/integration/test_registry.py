@@ -20,8 +20,8 @@ from baton.cli.ports import free_port
 from baton.errors import BatonError, Reason
 from baton.registry import Credentials, EtcdClient, EtcdRefused, Registry, View
 from baton.registry.watch import PrefixWatch
-from baton.v1 import etcd_pb2
-from baton.v1.registry_pb2 import ModelCard, Worker
+from baton.v1 import etcd_pb2, kv_pb2
+from baton.v1.registry_pb2 import ModelCard, StandingLayout, Worker
 from tests.etcd import EtcdServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -371,6 +371,17 @@ async def test_card_of_the_first_stands_while_anyone_keeps_it(etcd: EtcdServer) 
                 await asyncio.sleep(0.05)
     async with registry(etcd.address) as fourth:
         assert await fourth.claim_card(another) == another
+
+
+async def test_layout_of_the_first_stands_for_its_model_and_engine(etcd: EtcdServer) -> None:
+    def layout(dtype: str, engine: str = "torch", model: str = "m") -> StandingLayout:
+        return StandingLayout(model=model, engine=engine, layout=kv_pb2.Layout(model="w", dtype=dtype))
+
+    async with registry(etcd.address) as first, registry(etcd.address) as second:
+        assert await first.claim_layout(layout("float32")) == layout("float32")
+        assert await second.claim_layout(layout("bfloat16")) == layout("float32")
+        for other in (layout("bfloat16", engine="vllm"), layout("bfloat16", model="n")):
+            assert await second.claim_layout(other) == other
 
 
 async def test_card_cannot_be_claimed_without_etcd() -> None:

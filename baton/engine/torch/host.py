@@ -226,10 +226,10 @@ class TorchEngine(Engine):
         self.link.tell(m.Generate(ours.job, drawn, done))
 
     def _handle(self, block: m.Block) -> Handle:
-        size = self.spec.fingerprint.block_bytes
+        size = self.spec.layout.block_bytes
         return Handle(
             key=block.key,
-            fingerprint=self.spec.fingerprint.digest(),
+            fingerprint=self.spec.layout.digest(),
             owner=self.owner,
             epoch=self.epoch,
             generation=block.generation,

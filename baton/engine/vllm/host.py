@@ -115,7 +115,7 @@ class VllmEngine(Engine):
         from baton.engine.vllm.jobs import Jobs  # imports vLLM
 
         self._spec = spec = describe(options, self._llm, self._ranks, self.arena.size)
-        staging = Staging(self.arena, spec.fingerprint, self._owner, self._epoch, self._cache.tell)
+        staging = Staging(self.arena, spec.layout, self._owner, self._epoch, self._cache.tell)
         late = LateReads(staging.settle, self._fail, spec.pool_blocks)
         self._parts = staging, late, Jobs(self._llm, spec, staging, self._steps, len(self._ranks), self._ended)
         self._liveness = Liveness(self._ranks[0].pid)

@@ -34,7 +34,7 @@ GROUPED = [
 
 
 def test_commands_are_the_promised_ones() -> None:
-    assert COMMANDS == ["bench", "down", "drain", "explain", "fetch", "logs", "status", "up"]
+    assert COMMANDS == ["bench", "down", "drain", "explain", "fetch", "logs", "merged", "status", "up"]
     assert KV_COMMANDS == ["clear", "ls", "stats", "verify"]
     assert SGLANG_COMMANDS == ["decode", "merged", "prefill"]
     assert MODEL_COMMANDS == ["convert"]
@@ -62,6 +62,13 @@ def test_help_teaches(command: str) -> None:
         (["up", "--model", "/nowhere"], "there is no model at /nowhere", ".gguf"),
         (["logs"], "no logs yet", "baton up"),
         (["logs", "router"], "no log of router", "none yet"),
+        (["merged", "--model", "m", "--upstream", "http://h"], "nothing is running here", "--etcd"),
+        (["merged", "--model", "m", "--etcd", "h:1"], "--engine openai needs --upstream", "http://"),
+        (
+            ["merged", "--model", "m", "--upstream", "http://h", "--etcd", "h:1"],
+            "tokenizer is not known",
+            "--tokenizer DIR",
+        ),
         (["drain", "decode-1"], "there is no process decode-1", "none is running"),
         (["explain", "hello"], "no frontend is running", "baton up"),
         (["kv", "stats"], "no kvstore is running", "baton up"),

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.model.card import card_difference
 from baton.model.errors import ModelError
 from baton.model.files import open_model
 from baton.model.generation import load_generation
 from baton.model.gguf import read_gguf
 from baton.model.identity import weights_identity
+from baton.v1.registry_pb2 import ModelCard
 
 
 def _model(path: Path, tensors: dict[str, bytes], config: dict[str, object] | None = None) -> Path:
@@ -101,3 +103,12 @@ def test_generation_defaults_and_ends(tmp_path: Path) -> None:
     generation = load_generation(open_model(tmp_path))
     assert generation.eos_ids == (7, 9)
     assert (generation.temperature, generation.top_k, generation.top_p, generation.min_p) == (0.6, 20, 1.0, 0.0)
+
+
+def test_a_card_that_does_not_say_its_weights_differs_in_none() -> None:
+    """An upstream's, or a frontend's that has only the tokenizer."""
+    whole = ModelCard(model="m", weights="w", tokenizer="t", chat_template="c", generation_config="g")
+    other = ModelCard(model="m", weights="", tokenizer="t", chat_template="c", generation_config="g")
+    assert card_difference(whole, other) == card_difference(other, whole) == []
+    other.tokenizer, other.model = "u", "n"
+    assert card_difference(whole, other) == ["model", "tokenizer"]

@@ -400,3 +400,47 @@ def test_any_choice_is_allowed_and_cheapest(
     assert not strict or winner.mode is Mode.DISAGGREGATED or merged_only
     if not strict and not merged_only:
         assert winner.total <= min(c.total for c in everything if not c.excluded) + P.tie_s
+
+
+# ---- engines side by side
+
+
+def test_layouts_that_do_not_pair_are_the_reason_of_the_fallback() -> None:
+    other = worker(Role.DECODE, fingerprint="other")
+    for merged, mode in (([], Mode.LOCAL), ([worker(Role.MERGED, prefill_tok_s=5000.0)], Mode.MERGED)):
+        choice = decide([worker(Role.PREFILL), other, *merged], ask(200))
+        assert isinstance(choice, Choice)
+        fallback = RouteReason.LOCAL_FALLBACK if mode is Mode.LOCAL else RouteReason.MERGED_FALLBACK
+        assert (choice.winner.mode, choice.reasons) == (mode, (RouteReason.KV_LAYOUT_MISMATCH, fallback))
+
+
+def test_a_prefill_that_is_away_is_the_reason_whoever_else_does_not_pair() -> None:
+    away = worker(Role.PREFILL, 1, unusable="QUARANTINED: prefill-1: gone", fingerprint="other")
+    choice = decide([worker(Role.PREFILL), away, worker(Role.DECODE, fingerprint="other")], ask(200))
+    assert isinstance(choice, Choice)
+    assert choice.reasons[0] is RouteReason.PREFILL_UNAVAILABLE
+
+
+def test_an_engine_without_kv_pairs_with_nobody_and_runs_merged() -> None:
+    upstream = worker(Role.MERGED, 1, fingerprint="", block_bytes=0, blocks_total=0, blocks_free=0)
+    choice = decide([worker(Role.PREFILL, fingerprint=""), worker(Role.DECODE), upstream], ask(200))
+    assert isinstance(choice, Choice)
+    assert choice.winner.mode is not Mode.DISAGGREGATED
+    assert mode_of([upstream], ask(2000)) is Mode.MERGED
+
+
+def test_who_lacks_what_is_needed_is_left_out() -> None:
+    upstream = worker(Role.MERGED, 1, prefill_tok_s=1e6, lacks=frozenset({"logprobs", "top_k"}))
+    workers = [worker(Role.MERGED), upstream]
+    for needs, chosen in (((), "merged-1"), (("min_p",), "merged-1"), (("logprobs",), "merged-0")):
+        choice = decide(workers, ask(200, needs=frozenset(needs)))
+        assert isinstance(choice, Choice)
+        assert choice.winner.worker.id == chosen
+    refusal = decide([upstream], ask(200, needs=frozenset({"logprobs", "min_p"})))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.INVALID_REQUEST
+    assert "LACKS: merged-1 cannot do logprobs" in refusal.message
+    away = worker(Role.MERGED, unusable="QUARANTINED: merged-0: gone")
+    refusal = decide([upstream, away], ask(200, needs=frozenset({"logprobs"})))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.retryable, "who could do it may come back"

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.registry import Registry
-from baton.v1 import registry_pb2, router_pb2, worker_pb2
+from baton.v1 import kv_pb2, registry_pb2, router_pb2, worker_pb2
 from services.router.costs import Parameters
 from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
@@ -319,3 +319,34 @@ async def test_a_prefill_on_a_core_with_streams_freezes_them_and_explain_says_so
     assert found["p1", "d1"] == pytest.approx(3 * 320 / 500 * 1e3)
     assert found["p2", "d1"] == 0.0
     assert (await face.route()).plan.prefill.id == "p2", "although it has a queue"
+
+
+async def test_a_fleet_of_engines_says_why_it_does_not_pair(face: Face) -> None:
+    """vLLM's decode beside torch's prefill: it computes alone, and both values are named."""
+    for id in ("d1", "m1"):
+        face.workers.registered(id, None)
+    theirs = kv_pb2.Layout(
+        model="weights", layers=2, kv_heads=2, head_dim=16, block_size=128, dtype="bfloat16", quantisation="none",
+        order="vllm", tensor_parallel=2, pipeline_parallel=1, variant="0.32",
+    )  # fmt: skip
+    face.add("v1", DECODE, engine="vllm", layout=theirs, fingerprint="theirs", block_size=128)
+    face.add("u1", MERGED, engine="openai", layout=None, fingerprint="", pool_blocks=0, lacks=["logprobs"])
+    plan = (await face.route(exclude=["u1"])).plan
+    assert (plan.mode, list(plan.reasons)) == (worker_pb2.MODE_LOCAL, ["KV_LAYOUT_MISMATCH", "LOCAL_FALLBACK"])
+    found = {(c.worker, c.prefill): c.excluded for c in (await face.explain()).candidates}
+    told = found["v1", "p1"]
+    assert told.startswith("KV_LAYOUT_MISMATCH: p1 and v1 differ in engine: ")
+    for field in (
+        "block_size: 32 != 128",
+        "dtype: float32 != bfloat16",
+        "tensor_parallel: 1 != 2",
+        "variant:  != 0.32",
+    ):
+        assert field in told
+    assert found["u1", ""] == ""
+    assert (await face.route(needs=["logprobs"])).plan.worker.id == "v1"
+    found = {(c.worker, c.prefill): c.excluded for c in (await face.explain(needs=["logprobs"])).candidates}
+    assert found["u1", ""] == "LACKS: u1 cannot do logprobs"
+    face.workers.registered("v1", None)
+    refused = (await face.route(needs=["logprobs"])).failure
+    assert (refused.reason, "LACKS: u1 cannot do logprobs" in refused.message) == ("INVALID_REQUEST", True)

@@ -1,0 +1,56 @@
+"""What a request may need that not every engine can do, by name.
+
+A frontend says it with `RouteRequest.needs`, a worker what it cannot do with `Worker.lacks`, and the router leaves out
+whom a request would ask too much of. The names are those of the API's fields.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.engine.port import SamplingParams
+
+LOGPROBS: Final = "logprobs"
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
+TOP_K: Final = "top_k"
+MIN_P: Final = "min_p"
+REPETITION_PENALTY: Final = "repetition_penalty"
+LOGIT_BIAS: Final = "logit_bias"
+PRESENCE_PENALTY: Final = "presence_penalty"
+MIN_TOKENS: Final = "min_tokens"
+STOP_TOKEN_IDS: Final = "stop_token_ids"
+IGNORE_EOS: Final = "ignore_eos"
+
+ALL: Final = frozenset(
+    {
+        LOGPROBS,
+        PROMPT_LOGPROBS,
+        TOP_K,
+        MIN_P,
+        REPETITION_PENALTY,
+        LOGIT_BIAS,
+        PRESENCE_PENALTY,
+        MIN_TOKENS,
+        STOP_TOKEN_IDS,
+        IGNORE_EOS,
+    }
+)
+
+
+def needs(sampling: SamplingParams) -> frozenset[str]:
+    """What `sampling` asks for beyond temperature, `top_p`, seed, `frequency_penalty` and `max_tokens`."""
+    greedy = sampling.temperature == 0
+    asked = {
+        LOGPROBS: sampling.logprobs is not None,
+        PROMPT_LOGPROBS: sampling.prompt_logprobs is not None,
+        # The most likely token is in every nucleus: without chance these two change nothing.
+        TOP_K: sampling.top_k > 0 and not greedy,
+        MIN_P: sampling.min_p > 0 and not greedy,
+        REPETITION_PENALTY: sampling.repetition_penalty != 1.0,
+        LOGIT_BIAS: bool(sampling.logit_bias),
+        PRESENCE_PENALTY: sampling.presence_penalty != 0.0,
+        MIN_TOKENS: sampling.min_tokens > 0,
+        STOP_TOKEN_IDS: bool(sampling.stop_token_ids),
+        IGNORE_EOS: sampling.ignore_eos,
+    }
+    return frozenset(name for name, wanted in asked.items() if wanted)
