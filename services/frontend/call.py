@@ -13,7 +13,7 @@ from baton.model.tokenizer import Tokenizer
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.chunks import Usage
-from services.frontend.detokenise import ChoiceText, Piece
+from services.frontend.detokenise import ChoiceText, Piece, Show
 from services.frontend.inbox import Inbox
 from services.frontend.prompt import Prompt
 from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
@@ -33,6 +33,7 @@ class Ask:
     sampling: worker_pb2.Sampling
     max_tokens: int
     stops: Sequence[str]
+    show: Show = Show()  # noqa: RUF009 - frozen
     merged_only: bool = False
 
 
@@ -69,6 +70,7 @@ class Call:
                 ends=ends(ask.sampling, backend.eos_ids),
                 min_tokens=ask.sampling.min_tokens,
                 max_tokens=ask.max_tokens,
+                show=ask.show,
             )
             for ask in asks
             for _ in range(n)

@@ -47,6 +47,7 @@ class FrontendMetrics:
         self.own_choices = counter("own_choices", "Requests placed without a router.")
         self.reports_dropped = counter("reports_dropped", "Outcomes that no router was told.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.chat_tokens = counter("chat_tokens", "Tokens of chat prompts, by how they were made.", "how")
         self.output_tokens = counter("output_tokens", "Tokens sent to clients.")
         self.kv_bytes = counter("kv_bytes", "KV bytes handed over for finished requests.")
 
