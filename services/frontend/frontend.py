@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
+from services.frontend.api_keys import ApiKeys
 from services.frontend.asked import Asked
 from services.frontend.call import Ask, Call
 from services.frontend.chunks import ChatFormat, Format, TextFormat
@@ -43,6 +45,10 @@ class Frontend:
     max_body_bytes: int
     created: int
     requests: Requests = field(default_factory=Requests)
+    api_keys: ApiKeys | None = None
+    """Who may ask; None: everybody."""
+    cors_origins: Sequence[str] = ()
+    """Web origins whose pages may ask; `*`: all."""
 
     def context_length(self) -> int:
         """Tokens that prompt and output may have together: the model's limit, or the workers' where that is less."""

@@ -32,6 +32,7 @@ class FrontendMetrics:
 
         self.requests = counter("requests", "Requests by endpoint and how they ended.", "endpoint", "outcome")
         self.refused = counter("refused", "Requests refused before they were read, by the bound that was met.", "bound")
+        self.unauthorized = counter("unauthorized", "Requests without a valid API key.")
         self.bodies = counter("bodies", "Bodies read, by where: a thread, or the process for large ones.", "where")
         self.routes = counter("routes", "Finished requests by the mode they ran in.", "mode")
         self.fallbacks = counter("fallbacks", "Requests that did not run as first planned, by why and how.", "reason")
