@@ -100,8 +100,10 @@ class Prompts:
         return Prompt(array("I", ids), tuple(block_keys(self._root, ids)), text, reused)
 
 
-def too_long(limit: int, tokens: int, param: str, *, completion: int = 0, at_least: bool = False) -> BatonError:
-    """CONTEXT_LENGTH_EXCEEDED in the words that OpenAI's clients know."""
+def too_long(
+    limit: int, tokens: int, param: str, *, completion: int = 0, at_least: bool = False, blamed: str = ""
+) -> BatonError:
+    """CONTEXT_LENGTH_EXCEEDED in the words that OpenAI's clients know. `blamed`: the field at fault, if not `param`."""
     about = "at least " if at_least else ""
     asked = f"{about}{tokens + completion} tokens ({about}{tokens} in the {param}, {completion} in the completion)"
     if not completion:
@@ -109,6 +111,6 @@ def too_long(limit: int, tokens: int, param: str, *, completion: int = 0, at_lea
     return BatonError(
         Reason.CONTEXT_LENGTH_EXCEEDED,
         f"This model's maximum context length is {limit} tokens. However, you requested {asked}. "
-        f"Please reduce the length of the {param}.",
-        param=param,
+        f"Please reduce {blamed or f'the length of the {param}'}.",
+        param=blamed or param,
     )

@@ -61,6 +61,8 @@ class Options:
     """Control tokens are text."""
     token_ids: bool = False
     """Token ids of the prompt and of what is generated are told."""
+    budget: str = "max_tokens"
+    """The field that `max_tokens` came from."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,12 @@ def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Opti
     continuous_usage = _usage_wish(usage, "continuous_usage_stats") and include_usage
     max_tokens = fields.integer("max_tokens", least_tokens, huge)
     max_completion = fields.integer("max_completion_tokens", least_tokens, huge)
+    budget = "max_tokens"
     if max_completion is not None:
-        max_tokens = max_completion
+        max_tokens, budget = max_completion, "max_completion_tokens"
     min_tokens = fields.integer("min_tokens", 0, (1 << 31) - 1) or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise invalid("'min_tokens' must not be more than 'max_tokens'.", "min_tokens")
+        raise invalid(f"'min_tokens' must not be more than '{budget}'.", "min_tokens")
     top_k = fields.integer("top_k", -1, (1 << 31) - 1)
     return Options(
         model=model_of(fields.raw),
@@ -199,6 +202,7 @@ def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Opti
         include_stop=fields.boolean("include_stop_str_in_output"),
         show_special=not fields.boolean("skip_special_tokens", default=True),
         token_ids=fields.boolean("return_token_ids"),
+        budget=budget,
     )
 
 

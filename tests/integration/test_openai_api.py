@@ -287,7 +287,9 @@ TOO_LONG = [{"role": "user", "content": "word " * 400}]
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": TOO_LONG}, "messages", "context_length_exceeded"),
     ({"messages": TOO_LONG, "stream": True}, "messages", "context_length_exceeded"),
-    ({"max_tokens": 5000}, "messages", "context_length_exceeded"),
+    ({"max_tokens": 1000}, "messages", "context_length_exceeded"),
+    ({"max_tokens": 5000}, "max_tokens", "context_length_exceeded"),
+    ({"max_completion_tokens": 10**12}, "max_completion_tokens", "context_length_exceeded"),
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
