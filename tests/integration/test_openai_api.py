@@ -91,10 +91,10 @@ async def test_streams_are_right_and_say_what_the_whole_answer_says(
     asked: dict[str, Any] = {} if prompt is None else {"prompt": prompt}
     for more in (
         {"temperature": 0},
-        {"temperature": 2, "seed": 3, "n": 4, "max_tokens": 40},
-        {"seed": 4, "n": 2, "logprobs": True if prompt is None else 3, "stop": ["e", "海"], "max_tokens": 60},
-        {"seed": 5, "stream_options": {"include_usage": True}, "ignore_eos": True, "max_tokens": 30},
-        {"seed": 5, "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "max_tokens": 30},
+        {"temperature": 2, "seed": 3, "n": 3, "max_tokens": 24},
+        {"seed": 4, "n": 2, "logprobs": True if prompt is None else 3, "stop": ["e", "海"], "max_tokens": 24},
+        {"seed": 5, "stream_options": {"include_usage": True}, "ignore_eos": True},
+        {"seed": 5, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ):
         told = await stream(http, **asked, **more)
         extra = {"extra_body": {"ignore_eos": True}} if "ignore_eos" in more else {}
@@ -199,17 +199,17 @@ async def test_ends_and_budgets(client: AsyncOpenAI) -> None:
     ends = {str(EOS): 100}
     extra = {"return_token_ids": True}
     at_once = await chat(client, logit_bias=ends, extra_body=extra)
-    assert (at_once.choices[0].finish_reason, at_once.usage.completion_tokens) == ("stop", 1)
+    assert (at_once.choices[0].finish_reason, at_once.usage.completion_tokens) == ("stop", 0)
     assert at_once.choices[0].message.content == ""
-    assert at_once.choices[0].model_extra["token_ids"] == [EOS]
+    assert at_once.choices[0].model_extra["token_ids"] == []
     later = await chat(client, logit_bias=ends, extra_body=extra | {"min_tokens": 5})
-    assert (later.choices[0].finish_reason, later.usage.completion_tokens) == ("stop", 6)
+    assert (later.choices[0].finish_reason, later.usage.completion_tokens) == ("stop", 5)
     never = await chat(client, logit_bias=ends, extra_body=extra | {"ignore_eos": True})
     assert (never.choices[0].finish_reason, never.usage.completion_tokens) == ("length", 12)
     shown = await chat(client, logit_bias=ends, extra_body={"ignore_eos": True, "skip_special_tokens": False})
     assert shown.choices[0].message.content == "<eos>" * 12
     stopped = await chat(client, logit_bias={"65": 100}, extra_body=extra | {"stop_token_ids": [65]})
-    assert (stopped.choices[0].finish_reason, stopped.usage.completion_tokens) == ("stop", 1)
+    assert (stopped.choices[0].finish_reason, stopped.usage.completion_tokens) == ("stop", 0)
     wins = await chat(client, max_completion_tokens=3, extra_body={"ignore_eos": True})
     assert (wins.choices[0].finish_reason, wins.usage.completion_tokens) == ("length", 3)
     assert (await complete(client, max_tokens=None, extra_body={"ignore_eos": True})).usage.completion_tokens == 16
@@ -390,6 +390,6 @@ async def test_keys_and_origins(stack: Stack, http: httpx.AsyncClient, client: A
 async def test_no_character_is_ever_torn(http: httpx.AsyncClient) -> None:
     """A random model says bytes that are no text most of the time: hot, and steered to the bytes of wide characters."""
     wide = {str(i): 5 for i in range(VOCAB) if i % 3}
-    for seed, n in itertools.product(range(4), (1, 3)):
+    for seed, n in itertools.product(range(2), (1, 3)):
         for more in ({}, {"stop": ["é", "\u0301"]}, {"logit_bias": wide}, {"prompt": "a👩‍👩‍👧é", "echo": True}):
             await stream(http, seed=seed, n=n, temperature=2, max_tokens=48, ignore_eos=True, **more)
