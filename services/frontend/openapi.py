@@ -42,6 +42,7 @@ _USAGE = _object(
         "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
     }
 )
+_EVENT = _object({"data": _STRING})
 _FINISH = {"enum": ["stop", "length"]}
 _MODEL = _object(
     {"id": _STRING, "object": {"const": "model"}, "created": _COUNT, "owned_by": _STRING, "max_model_len": _COUNT}
@@ -91,7 +92,7 @@ def _refusals(*statuses: str) -> Json:
 
 
 def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool) -> Json:
-    content = _json(answer) | ({"text/event-stream": {"schema": _STRING}} if streams else {})
+    content = _json(answer) | ({"text/event-stream": {"schema": _EVENT}} if streams else {})
     body = _body(path, model)
     return {
         "summary": summary,
@@ -107,7 +108,7 @@ def _get(summary: str, answer: Json, *refusals: str, kind: str = "application/js
 
 def describe(model: str, *, keys: bool) -> Json:
     """The whole description of a server of `model`; `keys`: it asks for API keys."""
-    named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    named = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model]}}
     chat = _answer("chat.completion", {"message": _MESSAGE})
     ready = _object({"ready": {"type": "boolean"}, "missing": {"type": "array"}})
     probe = _get("whether a completion can be served", ready, security=[])
