@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv deps vllm-env up down status protos lint format test-fast test faults clean help
+.PHONY: venv deps vllm-env up down status protos lint format test-fast test api-cases faults clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -66,6 +66,9 @@ test: lint deps vllm-env ## lint and every test: unit, integration, faults
 	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 --dist loadfile
 	@$(BIN)/pytest tests/integration tests/faults
+
+api-cases: venv deps ## 5,000 requests drawn from our OpenAPI description (CASES=5000)
+	@BATON_API_CASES=$(or $(CASES),5000) $(BIN)/pytest tests/integration/test_openapi.py -q -s
 
 faults: venv deps ## break a running Baton, by seed, and count what clients saw (ARGS="--seed 7 --faults 500 --parts processes")
 	@$(BIN)/python -m tests.faults.suite $(ARGS)

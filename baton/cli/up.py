@@ -17,6 +17,7 @@ from typing import Protocol
 
 import httpx
 
+from baton.cli.api_key import authorization
 from baton.cli.converted import as_directory
 from baton.cli.down import GRACE_S, stop
 from baton.cli.errors import CliError
@@ -270,7 +271,8 @@ def _get(url: str) -> bytes:
 
 
 def _http(timeout_s: float) -> httpx.Client:
-    return httpx.Client(timeout=timeout_s, trust_env=False)  # no proxy between us and the loopback
+    # no proxy between us and the loopback
+    return httpx.Client(timeout=timeout_s, trust_env=False, headers=authorization())
 
 
 def _how(code: int) -> str:

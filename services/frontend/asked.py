@@ -49,12 +49,23 @@ class Reading:
 
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body = parse_chat(raw, self._vocab_size)
-        return Asked(body.options, (self.prompts.chat(body.messages, body.variables, limit),), chat=True)
+        prompt = self.prompts.chat(
+            body.messages,
+            body.variables,
+            limit,
+            generation_prompt=body.generation_prompt,
+            continue_final=body.continue_final,
+            add_special=body.add_special,
+        )
+        return Asked(body.options, (prompt,), chat=True)
 
     def _completion(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body, make = parse_completion(raw, self._vocab_size), self.prompts
         prompts = (
-            make.text(given, limit) if isinstance(given, str) else make.ids(given, limit) for given in body.prompts
+            make.text(given, limit, add_special=body.add_special)
+            if isinstance(given, str)
+            else make.ids(given, limit, spelled=body.echo)
+            for given in body.prompts
         )
         return Asked(body.options, tuple(prompts), chat=False, echo=body.echo)
 
@@ -72,6 +83,7 @@ class _Prompt(msgspec.Struct, array_like=True):
     ids: bytes
     keys: bytes
     text: str
+    reused: int
 
 
 class _Asked(msgspec.Struct, array_like=True, tag=True):
@@ -95,7 +107,7 @@ def pack(answer: Asked | BatonError) -> bytes:
     """An answer as bytes."""
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
-    prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text) for p in answer.prompts]
+    prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
     return _encode(_Asked(answer.options, prompts, answer.chat, answer.echo))
 
 
@@ -109,4 +121,4 @@ def unpack(data: bytes) -> Asked:
 
 def _unpacked(prompt: _Prompt) -> Prompt:
     keys = (prompt.keys[i : i + KEY_BYTES] for i in range(0, len(prompt.keys), KEY_BYTES))
-    return Prompt(array("I", prompt.ids), tuple(keys), prompt.text)
+    return Prompt(array("I", prompt.ids), tuple(keys), prompt.text, prompt.reused)

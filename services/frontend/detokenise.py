@@ -30,6 +30,17 @@ class Piece(NamedTuple):
     text: str
     tokens: list[TokenText]
     finish: str
+    ids: Sequence[int] = ()
+    """Every token taken, when they are asked for; one that ends the output and is not shown included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """What a client wants to see beside the text: control tokens, the stop string that ended it, token ids."""
+
+    special: bool = False
+    stop: bool = False
+    ids: bool = False
 
 
 @dataclass(slots=True)
@@ -43,14 +54,23 @@ class ChoiceText:
     """The text side of one choice. It survives a resume: a new attempt goes on where the last one ended."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stops: Sequence[str], ends: frozenset[int], min_tokens: int, max_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str],
+        ends: frozenset[int],
+        min_tokens: int,
+        max_tokens: int,
+        show: Show = Show(),
     ) -> None:
         """`ends` are the token ids that end an output and are not shown. Stop strings count only after `min_tokens`."""
         self._tokenizer = tokenizer
-        self._stream = tokenizer.stream()
+        self._show = show
+        self._stream = tokenizer.stream(show_special=show.special)
         self._told = ""
         """The end of what came as text since the last token."""
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, include=show.stop)
+        self._tell_ids = show.ids
         self._ends = ends
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens
@@ -65,7 +85,7 @@ class ChoiceText:
         """Take the next tokens; `logprobs` is empty or one for each. After the end, everything is ignored."""
         if self.finish:
             return Piece("", [], "")
-        text = ""
+        text, before = "", self.tokens
         if ids and self._told:
             self._go_on_from_text()
         for position, token_id in enumerate(ids):
@@ -108,11 +128,12 @@ class ChoiceText:
             text += self._stops.flush()
         self._shown += len(text)
         self.finish = finish
-        return Piece(text, self._release(), finish)
+        taken = ids[: self.tokens - before] if self._tell_ids else ()
+        return Piece(text, self._release(), finish, taken)
 
     def _go_on_from_text(self) -> None:
         """Tokens after text: the decoder hears that text first, for it may treat a beginning otherwise."""
-        self._stream = self._tokenizer.stream()
+        self._stream = self._tokenizer.stream(show_special=self._show.special)
         for token_id in self._tokenizer.encode_continuation(self._told):
             self._stream.push(token_id)
         self._told = ""
