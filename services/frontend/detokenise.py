@@ -106,7 +106,7 @@ class ChoiceText:
             if self._stops.stopped:
                 finish = "stop"
                 break
-        return self._shown_piece(text, finish)
+        return self._shown_piece(text, finish, ids[: self.tokens - before] if self._tell_ids else ())
 
     def push_text(self, text: str, tokens: int, finish: str) -> Piece:
         """Take what an engine answered as text, for `tokens` tokens. It begins with a whole character: of one that
@@ -123,13 +123,12 @@ class ChoiceText:
         shown = text if self.tokens <= self._min_tokens else self._stops.push(text)
         return self._shown_piece(shown, "stop" if self._stops.stopped else finish)
 
-    def _shown_piece(self, text: str, finish: str) -> Piece:
+    def _shown_piece(self, text: str, finish: str, ids: Sequence[int] = ()) -> Piece:
         if finish and not self._stops.stopped:
             text += self._stops.flush()
         self._shown += len(text)
         self.finish = finish
-        taken = ids[: self.tokens - before] if self._tell_ids else ()
-        return Piece(text, self._release(), finish, taken)
+        return Piece(text, self._release(), finish, ids)
 
     def _go_on_from_text(self) -> None:
         """Tokens after text: the decoder hears that text first, for it may treat a beginning otherwise."""
