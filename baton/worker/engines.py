@@ -67,6 +67,8 @@ def _vllm(process: Process, settings: WorkerSettings) -> Chosen:
     return Chosen(
         VllmEngine(options, epoch=process.epoch, owner=process.id), load_card(settings.model, settings.served_name)
     )
+
+
 def _openai(role: WorkerRole, settings: WorkerSettings) -> Chosen:
     """Which weights an upstream runs is not ours to know, so its card does not say."""
     from baton.engine.openai.engine import OpenAIEngine
