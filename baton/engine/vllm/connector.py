@@ -154,9 +154,10 @@ class BatonConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Called at the end of each step, of an empty one too: what came before it is done."""
         ended, self._ended = self._ended, []
+        assert self._copier is not None
+        assert self._link is not None
         for job in ended:
-            assert self._link is not None
-            self._link.send(m.Ended(self._rank, job))
+            self._copier.then(partial(self._link.send, m.Ended(self._rank, job)))
         return None, None
 
     def broken(self, job: int, message: str) -> None:

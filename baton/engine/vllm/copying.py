@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +42,11 @@ class BlockCopier:
             _pin(raw)
         slots = raw.numel() // (world * self.block_bytes)
         own = raw[: slots * world * self.block_bytes].view(slots, world, self.block_bytes)[:, rank]
+        self._rows = _rows(caches, own)
         self._staged = own.view(caches[0].dtype).unflatten(1, (len(caches), *block))  # type: ignore[no-untyped-call]
         self._later: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]]] = queue.SimpleQueue()
         if caches[0].is_cuda:
-            threading.Thread(target=self._tell_saved, name="baton saves", daemon=True).start()
+            threading.Thread(target=self._tell_done, name="baton copies", daemon=True).start()
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Staging to cache, in order before whatever is computed next."""
@@ -54,10 +56,11 @@ class BlockCopier:
             for layer, cache in enumerate(self._caches):
                 cache.index_copy_(0, index, rows[:, layer])
             return
+        staged, caches = self._rows
         for slot, block in zip(slots, blocks, strict=True):
-            staged = self._staged[slot]
-            for layer, cache in enumerate(self._caches):
-                cache[block].copy_(staged[layer])
+            row = staged[slot]
+            for layer, cache in enumerate(caches):
+                cache[block] = row[layer]
 
     def save(self, blocks: Sequence[int], slots: Sequence[int], saved: Callable[[], None]) -> None:
         """Cache to staging; `saved` is called when the bytes are there, from whichever thread."""
@@ -66,21 +69,41 @@ class BlockCopier:
             rows = torch.stack([cache.index_select(0, index) for cache in self._caches], dim=1)
             for row, slot in zip(rows, slots, strict=True):
                 self._staged[slot].copy_(row, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._later.put((event, saved))
+            self.then(saved)
             return
+        staged, caches = self._rows
         for slot, block in zip(slots, blocks, strict=True):
-            staged = self._staged[slot]
-            for layer, cache in enumerate(self._caches):
-                staged[layer].copy_(cache[block])
+            row = staged[slot]
+            for layer, cache in enumerate(caches):
+                row[layer] = cache[block]
         saved()
 
-    def _tell_saved(self) -> None:
+    def then(self, done: Callable[[], None]) -> None:
+        """Call `done` when every copy until now has arrived, from whichever thread."""
+        if not self._caches[0].is_cuda:
+            done()
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._later.put((event, done))
+
+    def _tell_done(self) -> None:
         while True:
-            event, saved = self._later.get()
+            event, done = self._later.get()
             event.synchronize()
-            saved()
+            done()
+
+
+def _rows(caches: Sequence[Tensor], own: Tensor) -> tuple[Any, Sequence[Any]]:
+    """Our part of the slots by layer, and each layer's cache by block, as what assigns a row fastest.
+
+    Measured: 930 rows (1,000 tokens of 30 layers) as numpy's bytes take 2.8 ms, as torch's tensors 5.3 ms.
+    """
+    staged = own.unflatten(1, (len(caches), -1))  # type: ignore[no-untyped-call]
+    if all(cache.is_contiguous() and not cache.is_cuda for cache in caches):
+        return staged.numpy(), [cache.flatten(1).view(torch.uint8).numpy() for cache in caches]
+    block = caches[0].shape[1:]
+    return staged.view(caches[0].dtype).unflatten(2, tuple(block)), caches
 
 
 def _pin(arena: Tensor) -> None:
