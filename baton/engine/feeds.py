@@ -16,8 +16,13 @@ MAX_STEPS = 1024
 class StepFeed:
     """Steps' token events, until the engine fails: every consumer from then on meets the error."""
 
-    def __init__(self) -> None:
-        self._steps: asyncio.Queue[list[TokenEvent] | BatonError] = asyncio.Queue(MAX_STEPS)
+    def __init__(self, limit: int = MAX_STEPS) -> None:
+        self._steps: asyncio.Queue[list[TokenEvent] | BatonError] = asyncio.Queue(limit)
+
+    @property
+    def full(self) -> bool:
+        """Whether `put` would wait."""
+        return self._steps.full()
 
     async def put(self, events: list[TokenEvent]) -> None:
         """One step's. Waits for room: that holds the engine back."""

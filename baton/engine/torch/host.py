@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from baton.engine.feeds import CacheFeed, StepFeed
+from baton.engine.feeds import MAX_STEPS, CacheFeed, StepFeed
 from baton.engine.late import LateReads
 from baton.engine.liveness import Liveness, patient
 from baton.engine.page import StatsPage
@@ -80,7 +80,7 @@ class TorchEngine(Engine):
         self._late: LateReads | None = None
         self._liveness: Liveness | None = None
         self._cache = CacheFeed()
-        self._steps = StepFeed()
+        self._steps = StepFeed(MAX_STEPS)
 
     @property
     def link(self) -> Link:

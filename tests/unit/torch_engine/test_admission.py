@@ -217,8 +217,8 @@ async def test_cache_events_that_nobody_reads(tiny_model: Path) -> None:
     await client.engine.start()
     try:
         for n in range(700):
-            client.engine._tell_cache(CacheEvent(stored=(n.to_bytes(16, "little"),)))
-            client.engine._tell_cache(CacheEvent(removed=(n.to_bytes(16, "little"),)))
+            client.engine._cache.tell([n.to_bytes(16, "little")], [])
+            client.engine._cache.tell([], [n.to_bytes(16, "little")])
         await client.complete(request(PROMPT, max_tokens=1))
         await client.idle()
         async with aclosing(client.engine.cache_events()) as events:  # type: ignore[type-var]

@@ -234,7 +234,7 @@ async def test_tokens_that_nobody_takes_hold_the_engine_back(tiny_model: Path, m
             await engine.generate(await engine.reserve(one))
         async with asyncio.timeout(HANG_S):
             steps = -1
-            while steps != engine.stats().steps or not engine._steps.full():
+            while steps != engine.stats().steps or not engine._steps.full:
                 steps = engine.stats().steps
                 await asyncio.sleep(1.0)
         assert steps < 1000, "the engine has run to the end"
