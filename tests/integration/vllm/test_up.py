@@ -35,8 +35,8 @@ def test_one_command(cli: Cli, model_path: Path) -> None:
     up = ["up", "--engine", "vllm", "--model", str(model_path), "--served-name", SERVED, "--merged", "0"]
     up += ["--http-port", "0", "--etcd-port", "0"]
     running = cli.json(*up)
-    (converted,) = cli.home.models.glob("converted/*/*")
-    assert open_model(converted).config["architectures"] == ["LlamaForCausalLM"]
+    (config,) = cli.home.models.glob("converted/*/*/config.json")
+    assert open_model(config.parent).config["architectures"] == ["LlamaForCausalLM"]
     rows = cli.processes()
     assert {name: row["engine"] for name, row in rows.items() if row["engine"]} == {
         "prefill-1": "vllm",
