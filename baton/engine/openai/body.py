@@ -51,4 +51,4 @@ def completion(
     for need, value in values.items():
         if need in dialect.fields:
             body[dialect.fields[need]] = value
-    return body | dialect.always
+    return {**body, **dialect.always}

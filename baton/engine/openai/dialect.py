@@ -32,6 +32,10 @@ class Dialect:
         return needs.ALL - frozenset(self.fields)
 
 
+WHOLE_CONTEXT = 1 << 17
+"""Tokens that llama.cpp's penalties look back: more than there are. (Recent releases refuse the -1 of older ones.)"""
+
+
 def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
@@ -48,7 +52,7 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("sglang", _ALL, ("sglang",), all_tokens=-1),
     Dialect("tensorrt-llm", _ALL, ("tensorrt_llm", "tensorrt-llm")),
     # Its penalties look at the last 64 tokens unless told otherwise; ours at all of them.
-    Dialect("llama.cpp", _LLAMA, ("llamacpp", "llama.cpp"), always={"repeat_last_n": -1}),
+    Dialect("llama.cpp", _LLAMA, ("llamacpp", "llama.cpp"), always={"repeat_last_n": WHOLE_CONTEXT}),
     Dialect("triton", _STANDARD, ("triton",)),
     Dialect("tgi", _same(needs.REPETITION_PENALTY), top_p_one=False),
     Dialect("mindie", _STANDARD, ("mindie",)),
