@@ -78,7 +78,7 @@ class Tokenizer:
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._added = {i: token.content for i, token in added.items()}
         self._alphabet = _byte_of_char() if "ByteLevel" in repr(backend.decoder) else None
-        self.segmenter = Segmenter(added.values())
+        self.segmenter = Segmenter(added)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of `text`; `add_special` adds what the model expects around raw text (a BOS), never for a chat."""
@@ -95,9 +95,12 @@ class Tokenizer:
         ids = self.encode(_BEFORE + text, add_special=False)
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
 
-    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, nothing added."""
-        return [list(one.ids) for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Token ids of each of some neighbouring pieces of a text that `segmenter` has cut, nothing added."""
+        # In one call: after each the interpreter's lock has to be had again, which a busy loop gives up after 5 ms.
+        together = self.encode("".join(pieces), add_special=False)
+        parted = self.segmenter.part(together, list(pieces))
+        return [self.encode(piece, add_special=False) for piece in pieces] if parted is None else parted
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids` at once (malformed bytes become U+FFFD)."""

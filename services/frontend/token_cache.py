@@ -7,6 +7,7 @@ text: there is no key that could collide. The least recently used go when the by
 
 from __future__ import annotations
 
+import itertools
 import threading
 from array import array
 from collections import OrderedDict
@@ -43,16 +44,20 @@ class TokenCache:
         pieces = self._tokenizer.segmenter.cut(text)
         with self._lock:
             found = {piece: self._take(piece) for piece in pieces}
-        missing = [piece for piece, ids in found.items() if ids is None]
-        fresh = {p: array("I", ids) for p, ids in zip(missing, self._tokenizer.encode_pieces(missing), strict=True)}
+        fresh: dict[str, array[int]] = {}
+        for known, run in itertools.groupby(pieces, key=lambda piece: found[piece] is not None):
+            if not known:
+                neighbours = list(run)
+                encoded = self._tokenizer.encode_pieces(neighbours)
+                fresh.update((piece, array("I", ids)) for piece, ids in zip(neighbours, encoded, strict=True))
         with self._lock:
             for piece, ids in fresh.items():
                 self._keep(piece, ids)
         out, reused = array("I"), 0
         for piece in pieces:
-            known = found[piece]
-            reused += 0 if known is None else len(known)
-            out += fresh[piece] if known is None else known
+            taken = found[piece]
+            reused += 0 if taken is None else len(taken)
+            out += fresh[piece] if taken is None else taken
         return out, reused
 
     def _take(self, piece: str) -> array[int] | None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
 from baton.model.segments import Segmenter
+from baton.model.tokenizer import Tokenizer
 
 TOKENS = ["<|a|>", "<|a|>>", "<|b|>", "[X]", "語", "\n\n"]
 """One begins like another; one is a word's character; one is spaces."""
@@ -60,22 +61,31 @@ def backend(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
 @given(text=texts)
 @settings(max_examples=150)
 def test_pieces_give_the_ids_of_the_whole(backend: tokenizers.Tokenizer, text: str) -> None:
-    pieces = Segmenter(backend.get_added_tokens_decoder().values()).cut(text)
+    tokenizer = Tokenizer(backend, "digest")
+    pieces = tokenizer.segmenter.cut(text)
     assert "".join(pieces) == text
     assert all(pieces)
     assert all(piece.startswith(tuple(TOKENS)) for piece in pieces[1:])
-    whole = backend.encode(text, add_special_tokens=False).ids
-    assert [i for p in pieces for i in backend.encode(p, add_special_tokens=False).ids] == whole
+    alone = [backend.encode(piece, add_special_tokens=False).ids for piece in pieces]
+    assert [i for ids in alone for i in ids] == backend.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode_pieces(pieces) == alone
+    assert tokenizer.encode_pieces(pieces[1:]) == alone[1:]
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 def test_a_token_that_acts_beyond_itself_forbids_cutting(flag: str) -> None:
-    segmenter = Segmenter([AddedToken("<a>", normalized=False), AddedToken("<b>", normalized=False, **{flag: True})])
+    segmenter = Segmenter(
+        {0: AddedToken("<a>", normalized=False), 1: AddedToken("<b>", normalized=False, **{flag: True})}
+    )
     assert not segmenter.cuts
     assert segmenter.cut("x <a> y") == ["x <a> y"]
     assert segmenter.cut("") == []
 
 
 def test_tokens_of_normalised_text_are_no_place_to_cut() -> None:
-    segmenter = Segmenter([AddedToken("<a>", normalized=True), AddedToken("<b>", normalized=False)])
+    segmenter = Segmenter({0: AddedToken("<a>", normalized=True), 1: AddedToken("<b>", normalized=False)})
     assert segmenter.cut("x<a>y<b>z") == ["x<a>y", "<b>z"]
+    # An id that text gives as well says nothing of where a piece begins.
+    assert segmenter.part([1, 5, 1, 1], ["<b>z", "<b>"]) is None
+    assert segmenter.part([7, 1, 5, 1], ["x", "<b>z", "<b>"]) == [[7], [1, 5], [1]]
+    assert segmenter.part([1, 5], ["x", "<b>z"]) == [[], [1, 5]]
