@@ -80,6 +80,13 @@ class WorkerContext:
             message = f"{tokens} prompt tokens leave no room in a context of {self.spec.max_context}"
             raise BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message, param="prompt_ids")
 
+    def check_grammar(self, attempt: pb.Attempt) -> None:
+        """Raises BatonError GRAMMAR_UNSUPPORTED for a grammar that the engine does not follow: a plan made in error."""
+        kind = attempt.sampling.grammar.kind
+        if attempt.sampling.HasField("grammar") and kind not in self.spec.grammars:
+            message = f"the engine of {self.id} ({self.spec.name}) follows no grammars of kind {kind!r}"
+            raise BatonError(Reason.GRAMMAR_UNSUPPORTED, message, param="grammar")
+
     def stuck(self) -> bool:
         """Whether the engine has work and makes no progress."""
         stats = self.engine.stats()

@@ -46,4 +46,5 @@ def worker_message(
         started=time.time(),
         pid=os.getpid(),
         device=context.device,
+        grammars=[kind.value for kind in spec.grammars],
     )

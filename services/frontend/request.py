@@ -426,6 +426,7 @@ class Generation:
             exclude=sorted(self._exclude),
             fallback=self._backend.fallback,
             merged_only=work.merged_only,
+            grammar=work.sampling.grammar.kind,
         )
 
     def _settle(self, attempt: int) -> None:

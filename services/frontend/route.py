@@ -197,7 +197,8 @@ def own_choice(
         session = sessions.get(id)
         merged = worker.role == registry_pb2.ROLE_MERGED
         fits = merged or (worker.role == registry_pb2.ROLE_DECODE and not request.merged_only)
-        if not fits or worker.model != request.model or worker.draining or id in request.exclude:
+        follows = not request.grammar or request.grammar in worker.grammars
+        if not fits or not follows or worker.model != request.model or worker.draining or id in request.exclude:
             continue
         if session is None or not session.connected or session.draining:
             continue

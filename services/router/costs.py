@@ -43,7 +43,7 @@ class WorkerState:
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
     prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
     of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
-    others there have to do (devices.py).
+    others there have to do (devices.py). `grammars` are the kinds that it follows.
     """
 
     id: str
@@ -64,6 +64,7 @@ class WorkerState:
     device: str = ""
     beside_streams: int = 0
     beside_queue_s: float = 0.0
+    grammars: frozenset[str] = frozenset()
 
     def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float) -> WorkerState:
         """The same worker with so much more promised to it."""
@@ -84,6 +85,7 @@ class WorkerState:
             prefill_share,
             self.unusable,
             self.device,
+            grammars=self.grammars,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -105,6 +107,8 @@ class Ask:
     hits: Mapping[str, int] = field(default_factory=dict)
     exclude: frozenset[str] = frozenset()
     merged_only: bool = False
+    grammar: str = ""
+    """The kind of grammar that whoever draws a token must follow."""
     strict: bool = False
     ttft_slo_s: float = 0.0
     stored: Sequence[StoredRun] = ()

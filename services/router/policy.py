@@ -94,6 +94,8 @@ def _barred(worker: WorkerState, ask: Ask) -> str:
         return f"EXCLUDED: {worker.id} by the request"
     if worker.unusable:
         return worker.unusable
+    if ask.grammar and ask.grammar not in worker.grammars:
+        return f"{Reason.GRAMMAR_UNSUPPORTED.name}: {worker.id} follows none of kind {ask.grammar}"
     if worker.max_context and ask.prompt_tokens + (worker.role is not Role.PREFILL) > worker.max_context:
         return f"{Reason.CONTEXT_LENGTH_EXCEEDED.name}: {worker.id} takes {worker.max_context} tokens"
     if worker.blocks_total and (needed := worker.blocks_for(ask.prompt_tokens)) > worker.blocks_free:
@@ -299,7 +301,7 @@ def _from_exclusions(why: Sequence[str], otherwise: Reason, message: str) -> Ref
     detail = f"{message}: {'; '.join(sorted(set(why))[:4])}" if why else message
     if Reason.NO_CAPACITY.name in names:
         return Refusal(Reason.NO_CAPACITY, detail)
-    for shared in (Reason.CONTEXT_LENGTH_EXCEEDED, Reason.VERSION_MISMATCH, Reason.DRAINING):
+    for shared in (Reason.GRAMMAR_UNSUPPORTED, Reason.CONTEXT_LENGTH_EXCEEDED, Reason.VERSION_MISMATCH, Reason.DRAINING):
         if names == {shared.name}:
             return Refusal(shared, detail)
     return Refusal(otherwise, detail)

@@ -184,6 +184,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             stored=() if request.merged_only else stored,
             exclude=frozenset(request.exclude),
             merged_only=request.merged_only,
+            grammar=request.grammar,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
         )

@@ -188,7 +188,7 @@ class Fleet:
     """The workers of one model, as last put here."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[Role, str, int], _Group] = {}
+        self._groups: dict[tuple[Role, str, int, frozenset[str]], _Group] = {}
         self._group_of: dict[str, _Group] = {}
 
     def __len__(self) -> int:
@@ -196,7 +196,7 @@ class Fleet:
 
     def put(self, state: WorkerState) -> None:
         """A worker is new, or something of it has changed."""
-        key = (state.role, state.fingerprint, state.block_size)
+        key = (state.role, state.fingerprint, state.block_size, state.grammars)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(state.role, state.block_size)
@@ -216,7 +216,7 @@ class Fleet:
 
     def block_sizes(self) -> set[int]:
         """Tokens of a block, of every layout here."""
-        return {size for _, _, size in self._groups}
+        return {size for _, _, size, _ in self._groups}
 
     def block_size(self, id: str) -> int:
         """Tokens of a block of that worker; 0 when it is not of this model."""

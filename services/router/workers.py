@@ -225,6 +225,7 @@ class Workers:
             step_s=speed.step_s,
             unusable=self._unusable(known),
             device=f"{worker.host}/{worker.device}" if worker.device else "",
+            grammars=frozenset(worker.grammars),
         )
 
     def close(self) -> None:

@@ -21,11 +21,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baton.engine.port import EngineSpec, EngineStats, Request, Resume, TokenEvent
+from baton.engine.port import EngineSpec, EngineStats, GrammarKind, Request, Resume, TokenEvent
 from baton.engine.torch import messages as m
 from baton.engine.torch.admission import Limits
 from baton.engine.torch.compute import Computation
 from baton.engine.torch.config import ModelConfig, load_config
+from baton.engine.torch.grammars import Grammars
 from baton.engine.torch.kvpool import KvPool
 from baton.engine.torch.model import Model
 from baton.engine.torch.options import Options
@@ -41,8 +42,11 @@ from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.kv.handle import checksum
 from baton.kv.keys import BLOCK_SIZE
+from baton.grammar.compile import Vocabulary
 from baton.kv.layout import LayoutFingerprint
+from baton.model.files import open_model
 from baton.model.identity import weights_identity
+from baton.model.tokenizer import load_tokenizer
 
 PR_SET_PDEATHSIG = 1
 BLOCKED_WAIT_S = 0.05
@@ -68,6 +72,8 @@ class EngineProcess:
         self._pool = BlockPool(self._kv.slots)
         # One block is decode room: a longer request could be taken in and never be finished.
         max_context = min(config.max_context, (len(self._pool) - 1) * BLOCK_SIZE)
+        grammars = self._grammars(options, config)
+        kinds = tuple(GrammarKind) if grammars is not None else ()
         limits = Limits(
             block_size=BLOCK_SIZE,
             chunk_tokens=options.chunk_tokens,
@@ -76,8 +82,16 @@ class EngineProcess:
             max_context=max_context,
             vocab_size=config.vocab,
             eos_token_ids=config.eos_token_ids,
+            grammars=kinds,
         )
-        self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail, self._checksum)
+        self._scheduler = Scheduler(
+            self._pool,
+            limits,
+            self._kv.copy_slot,
+            self._kv.zero_tail,
+            self._checksum,
+            grammars,
+        )
         self._cost = StepCost()
         self._steps = 0
         self._checks: list[int] = []
@@ -102,7 +116,20 @@ class EngineProcess:
             vocab_size=config.vocab,
             resume=Resume.EXACT if options.dtype == "float32" else Resume.TEXT,
             eos_token_ids=config.eos_token_ids,
+            grammars=kinds,
         )
+
+    def _grammars(self, options: Options, config: ModelConfig) -> Grammars | None:
+        """None: the model came without a tokenizer, or has no end of text to end an output with."""
+        files = open_model(options.model)
+        if not config.eos_token_ids or not (files.gguf or (files.path / "tokenizer.json").is_file()):
+            return None
+        vocabulary = Vocabulary(lambda: load_tokenizer(files), config.vocab, config.eos_token_ids)
+        return Grammars(vocabulary.compile, self._grammar_done)
+
+    def _grammar_done(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def send(self, *messages: object) -> None:
         """To the worker, from whichever thread, in the order in which they were posted."""
