@@ -63,6 +63,12 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    after: str = ""
+    """The output begins with free text up to and including this, and what follows is under the grammar: a thought's
+    closing mark. "": all of it is."""
+    opening: str = ""
+    """With `after`: the free text begins with this token's text; an output that does not is under the grammar from its
+    first token. "": there is always free text."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -31,6 +32,15 @@ def limits() -> LLParserLimits:
     )
 
 
+@dataclass(frozen=True)
+class Program:
+    """A compiled grammar. `matcher` stands before the first token: each output follows a copy."""
+
+    grammar: Grammar
+    matcher: LLMatcher
+    vocabulary: Vocabulary
+
+
 class Vocabulary:
     """The tokens as the compiler sees them, `vocab_size` wide as the logits are, `eos_ids` (at least one) ending an
     output. Read and built at first use: who never sees a grammar need not pay. Thread-safe."""
@@ -38,23 +48,31 @@ class Vocabulary:
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_ids = list(eos_ids)
+        self.eos_ids = list(eos_ids)
         self._lock = threading.Lock()
+        self._wrapper: _Wrapper | None = None
         self._built: LLTokenizer | None = None
 
     def built(self) -> LLTokenizer:
         """For matchers."""
         with self._lock:
             if self._built is None:
-                wrapper = _Wrapper(self._tokenizer(), self._vocab_size, self._eos_ids)
-                self._built = LLTokenizer(wrapper, eos_token=self._eos_ids)  # type: ignore[arg-type]
+                self._wrapper = _Wrapper(self._tokenizer(), self._vocab_size, self.eos_ids)
+                self._built = LLTokenizer(self._wrapper, eos_token=self.eos_ids)  # type: ignore[arg-type]
             return self._built
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher before its first token; `deep_copy` it for each output.
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, once built; of a special one its name."""
+        assert self._wrapper is not None
+        return self._wrapper.tokens[token_id]
 
-        Raises BatonError(INVALID_REQUEST, param "grammar") in the compiler's words.
-        """
+    def token_id(self, text: str) -> int | None:
+        """The added token of exactly this text, once built; None when there is none."""
+        assert self._wrapper is not None
+        return self._wrapper.tokenizer.backend.token_to_id(text) if text else None
+
+    def compile(self, grammar: Grammar) -> Program:
+        """Raises BatonError(INVALID_REQUEST, param "grammar") in the compiler's words."""
         if len(grammar.text.encode()) > MAX_BYTES:
             raise refused(f"it has more than {MAX_BYTES} bytes")
         try:
@@ -66,7 +84,18 @@ class Vocabulary:
         matcher = LLMatcher(self.built(), text, log_level=0, limits=limits())
         if matcher.is_error():
             raise refused(matcher.get_error())
-        return matcher
+        if wrong := _first_steps(matcher.deep_copy()):
+            raise refused(wrong)
+        return Program(grammar, matcher, self)
+
+
+def _first_steps(matcher: LLMatcher) -> str:
+    """What goes wrong as soon as it is followed: some of what is too much shows only then."""
+    matcher.compute_bitmask()
+    if forced := matcher.compute_ff_tokens():
+        matcher.consume_tokens(forced)
+        matcher.compute_bitmask()
+    return matcher.get_error()
 
 
 def refused(message: str) -> BatonError:
@@ -88,7 +117,7 @@ class _Wrapper:
         self.special_token_ids = [
             i for i, _ in enumerate(self.tokens) if i >= known or tokenizer.is_special(i) or i in eos_ids
         ]
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special=False)
+        return self.tokenizer.encode(text, add_special=False)

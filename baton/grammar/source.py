@@ -19,6 +19,9 @@ JSON_OPTIONS: dict[str, Any] = {
 """One line of JSON with at most one space after a comma or colon. Where any whitespace may come, a model in doubt draws
 blank lines until its budget is gone."""
 
+ASCII_CLASSES = "dws"
+"""`\\d`, `\\w` and `\\s` are ASCII, as most who write them mean."""
+
 
 def source(grammar: Grammar) -> str:
     """The text that llguidance compiles. Raises ValueError with what is wrong, as far as it shows without compiling."""
@@ -26,7 +29,7 @@ def source(grammar: Grammar) -> str:
         case GrammarKind.JSON:
             return json_schema(grammar.text)
         case GrammarKind.REGEX:
-            return llguidance.LLMatcher.grammar_from_regex(grammar.text)
+            return f"start: /{llguidance.regex_to_lark(grammar.text, ASCII_CLASSES)}/"
         case GrammarKind.CHOICE:
             return choice(json.loads(grammar.text))
         case GrammarKind.GRAMMAR:

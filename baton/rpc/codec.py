@@ -121,13 +121,15 @@ def sampling_to_pb(params: SamplingParams) -> worker_pb2.Sampling:
 
 def grammar_to_pb(grammar: Grammar) -> worker_pb2.Grammar:
     """A grammar as its message."""
-    return worker_pb2.Grammar(kind=grammar.kind.value, text=grammar.text)
+    return worker_pb2.Grammar(
+        kind=grammar.kind.value, text=grammar.text, after=grammar.after, opening=grammar.opening
+    )
 
 
 def grammar_from_pb(message: worker_pb2.Grammar) -> Grammar:
     """The grammar in a message. Raises BatonError(INVALID_REQUEST) for a kind of a newer peer."""
     try:
-        return Grammar(GrammarKind(message.kind), message.text)
+        return Grammar(GrammarKind(message.kind), message.text, message.after, message.opening)
     except ValueError:
         raise BatonError(
             Reason.INVALID_REQUEST, f"no grammars of kind {message.kind!r} here", param="grammar"

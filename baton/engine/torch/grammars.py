@@ -11,10 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llguidance import LLMatcher
-
 from baton.engine.port import Grammar
 from baton.errors import BatonError
+from baton.grammar.compile import Program
 from baton.grammar.follow import Follower
 
 MAX_KEPT = 32
@@ -22,16 +21,16 @@ MAX_KEPT = 32
 
 @dataclass(eq=False)
 class Compiled:
-    """A grammar on its way. `matcher` once it is there; `error` instead when it cannot be."""
+    """A grammar on its way. `program` once it is there; `error` instead when it cannot be."""
 
     grammar: Grammar
-    matcher: LLMatcher | None = None
+    program: Program | None = None
     error: str = ""
 
     def follower(self) -> Follower:
         """For one output, at its beginning. The grammar must be there."""
-        assert self.matcher is not None
-        return Follower(self.matcher)
+        assert self.program is not None
+        return Follower(self.program)
 
 
 class Grammars:
@@ -40,7 +39,7 @@ class Grammars:
     Unbounded in itself: each request asks once, and requests are bounded.
     """
 
-    def __init__(self, compile: Callable[[Grammar], LLMatcher], done: Callable[[], None]) -> None:
+    def __init__(self, compile: Callable[[Grammar], Program], done: Callable[[], None]) -> None:
         self._compile = compile
         self._done = done
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
@@ -70,7 +69,7 @@ class Grammars:
         while True:
             compiled = self._queue.get()
             try:
-                compiled.matcher = self._compile(compiled.grammar)
+                compiled.program = self._compile(compiled.grammar)
             except BatonError as error:
                 compiled.error = error.message
             except Exception as error:

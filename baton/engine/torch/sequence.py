@@ -70,7 +70,7 @@ class Job:
     @property
     def waits_for_grammar(self) -> bool:
         """Whether nothing can be drawn yet because its grammar is being compiled."""
-        return self.grammar is not None and self.grammar.matcher is None
+        return self.grammar is not None and self.grammar.program is None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
