@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from baton.errors import Reason
@@ -34,6 +34,8 @@ class Ask:
     max_tokens: int
     stops: Sequence[str]
     merged_only: bool = False
+    shown: Mapping[int, str] = field(default_factory=dict)
+    """Control tokens that are shown as text."""
 
 
 class IndexedPiece(NamedTuple):
@@ -69,6 +71,7 @@ class Call:
                 ends=ends(ask.sampling, backend.eos_ids),
                 min_tokens=ask.sampling.min_tokens,
                 max_tokens=ask.max_tokens,
+                shown=ask.shown,
             )
             for ask in asks
             for _ in range(n)

@@ -12,6 +12,8 @@ from baton.model.tokenizer import Tokenizer
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.detokenise import Piece, TokenText
 from services.frontend.logprobs import TextLogprobs, chat_logprobs
+from services.frontend.speech import PLAIN, Voice
+from services.frontend.spoken import Spoken
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -29,6 +31,9 @@ class Usage(msgspec.Struct):
 class _Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class _ChatChoice(msgspec.Struct):
@@ -127,8 +132,17 @@ class ChatFormat(_Base):
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, *head: Any, tokenizer: Tokenizer, top: int | None, outputs: int, include_usage: bool) -> None:
+    def __init__(
+        self,
+        *head: Any,
+        tokenizer: Tokenizer,
+        top: int | None,
+        outputs: int,
+        include_usage: bool,
+        voice: Voice = PLAIN,
+    ) -> None:
         super().__init__(*head, include_usage=include_usage)
+        self._spoken = [Spoken(voice, f"{head[0]}/{index}") for index in range(outputs)] if voice != PLAIN else None
         self._tokenizer = tokenizer
         self._top = top
         self._began: set[int] = set()
@@ -138,18 +152,28 @@ class ChatFormat(_Base):
 
     def chunks(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> list[bytes]:
         out = self._begin(index)
-        if piece.text or piece.tokens:
+        if self._spoken is not None:
+            deltas = self._spoken[index].deltas(piece)
+            told = [_Delta(**delta) for delta in deltas] or ([_Delta(content="")] if piece.tokens else [])
+            for number, delta in enumerate(told):
+                logprobs = self._logprobs(piece.tokens) if number == 0 and piece.tokens else None
+                out.append(self._event([_ChatChoice(index, delta, logprobs)]))
+        elif piece.text or piece.tokens:
             choice = _ChatChoice(index, _Delta(content=piece.text), self._logprobs(piece.tokens))
             out.append(self._event([choice]))
         return out
 
     def finish(self, index: int, reason: str, baton: dict[str, Any] | None) -> bytes:
+        if self._spoken is not None:
+            reason = self._spoken[index].speech.finish_reason(reason)
         return self._event([_ChatChoice(index, _Delta(), finish_reason=reason)], baton)
 
     def collect(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> None:
         self._text[index] += piece.text
         self._tokens[index] += piece.tokens
         self._finish[index] = piece.finish
+        if self._spoken is not None:
+            self._spoken[index].collect(piece)
 
     def body(self, usage: Usage, baton: dict[str, Any]) -> bytes:
         choices = [
@@ -161,6 +185,9 @@ class ChatFormat(_Base):
             }
             for index, text in enumerate(self._text)
         ]
+        for spoken, choice in zip(self._spoken or (), choices, strict=False):
+            choice["message"] |= spoken.message()
+            choice["finish_reason"] = spoken.speech.finish_reason(choice["finish_reason"])
         return self._body(choices, usage, baton)
 
     def _begin(self, index: int) -> list[bytes]:

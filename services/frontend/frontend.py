@@ -94,8 +94,10 @@ class Frontend:
                 budget = output_budget(options, len(prompt.ids), limit, None, "messages")
             else:
                 budget = output_budget(options, len(prompt.ids), limit, COMPLETION_TOKENS, "prompt")
-            sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs)
-            asks.append(Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs))
+            sampling = make_sampling(
+                options, defaults, budget, prompt_logprobs=prompt_logprobs, grammar=asked.grammar
+            )
+            asks.append(Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs, shown=dict(asked.voice.shown)))
         return asks
 
     def _format(self, asked: Asked, head: tuple[str, int, str, str]) -> Format:
@@ -107,6 +109,7 @@ class Frontend:
                 top=options.logprobs,
                 outputs=options.n,
                 include_usage=options.include_usage,
+                voice=asked.voice,
             )
         echoes = [(p.text, p.ids) if asked.echo else None for p in asked.prompts for _ in range(options.n)]
         return TextFormat(

@@ -30,9 +30,16 @@ class Prompts:
         vocabulary = range(model.tokenizer.vocab_size)
         self._longest_token = max((len(model.tokenizer.token_bytes(i)) for i in vocabulary), default=1)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], limit: int) -> Prompt:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        limit: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Prompt:
         """The prompt of a conversation. Raises BatonError (template's refusal, too long)."""
-        return self._text(self._model.template.render(messages, variables=variables), False, "messages", limit)
+        text = self._model.template.render(messages, variables=variables, tools=tools)
+        return self._text(text, False, "messages", limit)
 
     def text(self, text: str, limit: int) -> Prompt:
         """The prompt of raw text, with the BOS the model expects. Raises BatonError (too long, empty)."""

@@ -1,7 +1,7 @@
 """Requests as clients send them: checked by hand, field by field, so that each refusal names its field.
 
-Unknown fields are ignored. What would change the answer and is not built yet (tools, structured output, suffix,
-images) is refused rather than ignored.
+Unknown fields are ignored. What would change the answer and is not built yet (suffix, images) is refused rather than
+ignored.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 import orjson
 
 from services.frontend.errors import invalid
+from services.frontend.structure import Structure, read_structure
+from services.frontend.toolmessages import read_calls
+from services.frontend.tools import Tools, read_tools
 
 MAX_CHOICES = 128
 MAX_OUTPUTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
-_ROLES = ("system", "developer", "user", "assistant")
-_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Options:
     stop_token_ids: tuple[int, ...]
     logprobs: int | None
     """Most likely tokens to tell beside each sampled one; None: no log probabilities at all."""
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class ChatBody:
     options: Options
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,8 @@ def model_of(raw: Mapping[str, Any]) -> str:
 def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
     """Check a chat request. Raises BatonError(INVALID_REQUEST) with the field at fault."""
     fields = _Fields(raw, vocab_size)
-    for name in ("tools", "functions", "audio"):
+    for name in ("functions", "audio"):
         fields.refuse(name)
-    fields.refuse("tool_choice", ("none", "auto"))
     fields.refuse("function_call", ("none", "auto"))
     fields.refuse("modalities", (["text"],))
     top = fields.integer("top_logprobs", 0, 20)
@@ -158,7 +161,7 @@ def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
     if top is not None and not wanted:
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     options = _options(fields, logprobs=(top or 0) if wanted else None, least_tokens=1)
-    return ChatBody(options, _messages(raw.get("messages")), fields.object("chat_template_kwargs"))
+    return ChatBody(options, _messages(raw.get("messages")), fields.object("chat_template_kwargs"), read_tools(raw))
 
 
 def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
@@ -179,12 +182,7 @@ def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
 
 
 def _options(fields: _Fields, *, logprobs: int | None, least_tokens: int) -> Options:
-    for name in _STRUCTURED:
-        fields.refuse(name)
     fields.refuse("use_beam_search")
-    kind = fields.object("response_format").get("type", "text")
-    if kind != "text":
-        raise invalid("'response_format' other than text is not supported by this server yet.", "response_format")
     huge = (1 << 63) - 1
     stream = fields.boolean("stream")
     usage = fields.object("stream_options")
@@ -221,6 +219,7 @@ def _options(fields: _Fields, *, logprobs: int | None, least_tokens: int) -> Opt
         stop=_stop(fields.raw.get("stop")),
         stop_token_ids=_stop_ids(fields),
         logprobs=logprobs,
+        structure=read_structure(fields.raw),
     )
 
 
@@ -261,18 +260,14 @@ def _message(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise invalid(f"'{where}' must be an object.", where)
     role = value.get("role")
-    if role in ("tool", "function"):
-        raise invalid(f"Messages of role '{role}' are not supported by this server yet.", f"{where}.role")
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"'{where}.role' must be one of {', '.join(_ROLES)}.", f"{where}.role")
-    if value.get("tool_calls") or value.get("function_call"):
-        raise invalid("Tool calls are not supported by this server yet.", f"{where}.tool_calls")
     if "content" not in value and role != "assistant":
         raise invalid(f"'{where}.content' is missing.", f"{where}.content")
     message = {"role": "system" if role == "developer" else role, "content": _content(value.get("content"), where)}
     if isinstance(value.get("name"), str):
         message["name"] = value["name"]
-    return message
+    return message | read_calls(value, where)
 
 
 def _content(value: Any, where: str) -> str:

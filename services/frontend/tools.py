@@ -22,6 +22,8 @@ class Function:
     name: str
     parameters: dict[str, Any]
     raw: dict[str, Any]
+    where: str
+    """Its place in the body: `tools[0].function`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _function(tool: Any, where: str) -> Function:
     check_schema(parameters, f"{where}.parameters")
     if parameters.get("type", "object") != "object":
         raise invalid(f"'{where}.parameters' must be the schema of an object.", f"{where}.parameters")
-    return Function(name, parameters, tool)
+    return Function(name, parameters, tool, where)
 
 
 def _chosen(choice: Any, functions: tuple[Function, ...], parallel: bool) -> Tools | None:

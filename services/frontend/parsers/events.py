@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+Signature = tuple[str, dict[str, Any]]
+"""A function's name, and the schema of its arguments."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -60,11 +63,9 @@ class ToolParser(ABC):
 
     @classmethod
     @abstractmethod
-    def grammar(cls, calls: Sequence[str], parallel: bool, token_id: TokenId) -> str:
-        """Lark rules from `calls` on, of an output that is nothing but calls in this format. `calls[i]` names the rule
-        of a call of function i: a JSON object with the members `name` and `arguments_key`."""
-
-    arguments_key: ClassVar[str] = "arguments"
+    def grammar(cls, functions: Sequence[Signature], parallel: bool, token_id: TokenId) -> str:
+        """Lark rules, `calls` the first, of an output that is nothing but calls in this format: one, or up to MAX_CALLS
+        when `parallel`."""
 
     @classmethod
     @abstractmethod
@@ -74,11 +75,6 @@ class ToolParser(ABC):
 
 MAX_CALLS = 16
 """Of one answer whose grammar allows more than one: a model in doubt would call for ever."""
-
-
-def alternatives(names: Sequence[str]) -> str:
-    """A rule body: one of these rules."""
-    return " | ".join(names)
 
 
 def merged(events: Sequence[Event]) -> list[Event]:

@@ -9,9 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from services.frontend.parsers.events import MAX_CALLS, Event, Text, TokenId, alternatives, begun
+from services.frontend.parsers.events import Event, Signature, Text, TokenId, begun
 from services.frontend.parsers.jsoncalls import JsonCalls
-from services.frontend.parsers.marked import MarkedParser
+from services.frontend.parsers.marked import After, MarkedParser
+from services.frontend.parsers.rules import one_of, repeated
 
 CLOSING = "</tool_call>"
 
@@ -23,55 +24,29 @@ class HermesParser(MarkedParser):
 
     def begin(self) -> None:
         self._calls = JsonCalls(self._functions)
-        self._ended = False
-        self.waits = False
 
-    def read(self, text: str) -> tuple[list[Event], int]:
-        out: list[Event] = []
-        taken = 0
+    def read(self, text: str) -> tuple[list[Event], int, After]:
+        events, taken = self._calls.feed(text)
+        if self._calls.stopped and not self._calls.count:
+            return [Text(self.opening), *events], taken, After.TEXT  # no call at all: the mark was text
         if not self._calls.stopped:
-            events, taken = self._calls.feed(text)
-            if self._calls.stopped and not self._calls.count:
-                # No call at all: the mark was text.
-                self.waits = False
-                return [Text(self.opening), *events], taken
-            out += events
-        rest = text[taken:]
-        if not rest:
-            return out, taken
-        at = rest.find(CLOSING)
-        if at >= 0:
-            self.waits = False
-            return self._closed(out, taken + at + len(CLOSING), text)
+            return events, taken, After.MORE
         # What stands between a call and the closing mark is nothing that a client could use.
-        self.waits = True
-        return out, len(text) - begun(text, CLOSING)
-
-    def _closed(self, out: list[Event], taken: int, text: str) -> tuple[list[Event], int]:
-        self._inside, self._behind = taken < len(text), True
-        if not self._inside:
-            return out, taken
-        return out, taken
+        at = text.find(CLOSING, taken)
+        if at >= 0:
+            return events, at + len(CLOSING), After.BLANKS
+        return events, max(taken, len(text) - begun(text, CLOSING)), After.MORE
 
     def finish(self) -> list[Event]:
         if self._calls.stopped:
-            self._buffer = ""
             return []
         events = self._calls.end()
         return events if self._calls.count else [Text(self.opening), *events]
 
     @classmethod
-    def grammar(cls, calls: Sequence[str], parallel: bool, token_id: TokenId) -> str:
-        more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if parallel else ""
-        return (
-            f"calls: call{more}\n"
-            f'call: {cls.opening_rule(token_id)} "\\n" one "\\n{CLOSING}"\n'
-            f"one: {alternatives(calls)}\n"
-        )
-
-    @classmethod
-    def opening_rule(cls, token_id: TokenId) -> str:
-        return json.dumps(cls.opening)
+    def grammar(cls, functions: Sequence[Signature], parallel: bool, token_id: TokenId) -> str:
+        call = f"call: {json.dumps(cls.opening + chr(10))} one {json.dumps(chr(10) + CLOSING)}"
+        return f"calls: {repeated('call', chr(10), parallel)}\n{call}\n{one_of(functions, 'arguments')}"
 
     @classmethod
     def write(cls, calls: Sequence[dict[str, Any]]) -> str:

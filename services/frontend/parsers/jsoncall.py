@@ -44,9 +44,18 @@ class JsonCall:
         self._held = ""
         """Arguments that came before the name."""
         self._has_arguments = False
+        self._bare = False
+        """Whether it is the arguments alone."""
         self._out: list[Event] = []
         self.raw = ""
         """All of it until the name is told: text after all, when that never comes."""
+
+    @classmethod
+    def of_arguments(cls) -> JsonCall:
+        """The reader of arguments alone, of a call that has been told."""
+        call = cls(())
+        call._at, call._key, call._told, call._bare = _At.VALUE, "arguments", True, True
+        return call
 
     @property
     def done(self) -> bool:
@@ -128,7 +137,7 @@ class JsonCall:
                 self._end_value()
         elif not self._depth and (char in ",}" or char in _BLANK):
             self._end_value()
-            if char not in _BLANK and not self.failed:
+            if char not in _BLANK and self._at is _At.AFTER:
                 self._step(char)
         else:
             self._keep(char)
@@ -173,6 +182,8 @@ class JsonCall:
         elif self._key in _ARGUMENTS and self._text and self._text != "null":
             # Some write the arguments as a string of JSON: that string is what clients expect.
             self._pass(_decoded(self._text) if self._text.startswith('"') else self._text)
+        if self._bare:
+            self._close()
 
     def _close(self) -> None:
         self._at = _At.DONE if self._told else _At.FAILED

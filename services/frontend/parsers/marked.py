@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import ClassVar
 
 from services.frontend.parsers.events import Event, Text, ToolParser, begun, merged
+
+
+class After(Enum):
+    """What comes next."""
+
+    MORE = auto()
+    """More of the same."""
+    BLANKS = auto()
+    """Text, whose blanks at its beginning are dropped: there was a call."""
+    TEXT = auto()
 
 
 class MarkedParser(ToolParser):
@@ -29,52 +40,51 @@ class MarkedParser(ToolParser):
         """The mark was read."""
 
     @abstractmethod
-    def read(self, text: str) -> tuple[list[Event], int]:
-        """Behind the mark: events, and how many characters were taken. Not all: it has ended and the rest is text
-        again, or it waits for more (`waits`)."""
+    def read(self, text: str) -> tuple[list[Event], int, After]:
+        """Behind the mark: events, how many characters of `text` were taken, and what comes next. What was not taken
+        is given again with what comes."""
 
     @abstractmethod
     def finish(self) -> list[Event]:
         """The output has ended behind the mark."""
 
-    waits = False
-
     def push(self, text: str) -> list[Event]:
         self._buffer += text
         out: list[Event] = []
-        while self._buffer:
-            before = len(self._buffer), self._inside
-            out += self._read() if self._inside else self._text()
-            if before == (len(self._buffer), self._inside):
-                break
+        more = True
+        while more and self._buffer:
+            if not self._inside:
+                more = self._text(out)
+                continue
+            events, taken, after = self.read(self._buffer)
+            out += events
+            self._buffer = self._buffer[taken:]
+            self._inside = more = False
+            if after is After.MORE:
+                self._inside = True
+            else:
+                self._behind, more = after is After.BLANKS, True
         return merged(out)
 
     def end(self) -> list[Event]:
-        out: list[Event] = []
-        if self._inside:
-            out += self.finish()
-        rest, self._buffer = self._buffer, ""
+        out: list[Event] = self.finish() if self._inside else []
+        rest = "" if self._inside else self._buffer
+        self._buffer = ""
         return merged([*out, Text(rest.lstrip() if self._behind else rest)])
 
-    def _read(self) -> list[Event]:
-        events, taken = self.read(self._buffer)
-        whole = taken == len(self._buffer)
-        self._buffer = self._buffer[taken:]
-        if not whole and not self.waits:
-            self._inside = False
-            self._behind = True
-        return events
-
-    def _text(self) -> list[Event]:
+    def _text(self, out: list[Event]) -> bool:
+        """Whether a mark was found."""
         if self._behind:
             self._buffer = self._buffer.lstrip()
         at = self._buffer.find(self.opening)
         if at >= 0:
-            text, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(self.opening) :]
+            out.append(Text(self._buffer[:at].rstrip()))
+            self._buffer = self._buffer[at + len(self.opening) :]
             self._inside, self._behind = True, False
             self.begin()
-            return [Text(text)]
+            return True
         kept = self._buffer[: len(self._buffer) - begun(self._buffer, self.opening)].rstrip()
         self._buffer = self._buffer[len(kept) :]
         self._behind = self._behind and not kept
-        return [Text(kept)]
+        out.append(Text(kept))
+        return False

@@ -391,3 +391,19 @@ def test_any_choice_is_allowed_and_cheapest(
     assert not strict or winner.mode is Mode.DISAGGREGATED or merged_only
     if not strict and not merged_only:
         assert winner.total <= min(c.total for c in everything if not c.excluded) + P.tie_s
+
+
+def test_a_grammar_goes_to_those_that_follow_it() -> None:
+    """Who draws any token of it, the first included; nobody: the reason says so."""
+    follows = frozenset({"json", "regex"})
+    able = [replace(w, id=f"able-{w.id}", grammars=follows) for w in fleet()]
+    choice = decide(fleet() + able, ask(grammar="json"))
+    assert isinstance(choice, Choice)
+    assert choice.winner.worker.id.startswith("able")
+    assert choice.winner.prefill is None or choice.winner.prefill.id.startswith("able")
+    half = [worker(Role.PREFILL), *able[1:]]
+    assert mode_of(half, ask(grammar="json")) is not Mode.DISAGGREGATED
+    refusal = decide(fleet() + able, ask(grammar="lark"))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.GRAMMAR_UNSUPPORTED
+    assert isinstance(decide(fleet(), ask()), Choice)
