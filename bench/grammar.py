@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     free, followed = uvloop.run(rates(model, options.rounds))
     result |= {"tok_s_free": free, "tok_s_grammar": followed, "ratio": followed / free}
     table = Table(title=f"A grammar's cost, {STREAMS} streams, one core")
-    for name, value in result.items():
+    for name in result:
         table.add_column(name, justify="right")
     table.add_row(*(f"{value:.3g}" for value in result.values()))
     Console().print(table)

@@ -104,7 +104,7 @@ def refused(message: str) -> BatonError:
 
 
 class _Wrapper:
-    """Our tokenizer in the shape that llguidance asks for. Text is what our streams show as text, so an added token that
+    """Our tokenizer in the shape that llguidance asks for. Text is what our streams show as text: an added token that
     is not special may stand where a grammar wants its characters (`<tool_call>` in Qwen's vocabulary)."""
 
     is_tokenizer_wrapper = True

@@ -121,9 +121,7 @@ def sampling_to_pb(params: SamplingParams) -> worker_pb2.Sampling:
 
 def grammar_to_pb(grammar: Grammar) -> worker_pb2.Grammar:
     """A grammar as its message."""
-    return worker_pb2.Grammar(
-        kind=grammar.kind.value, text=grammar.text, after=grammar.after, opening=grammar.opening
-    )
+    return worker_pb2.Grammar(kind=grammar.kind.value, text=grammar.text, after=grammar.after, opening=grammar.opening)
 
 
 def grammar_from_pb(message: worker_pb2.Grammar) -> Grammar:

@@ -18,7 +18,7 @@ from baton.kv.keys import KEY_BYTES
 from baton.model.card import Model
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.schema import Options, model_of, parse_chat, parse_completion, parse_json
-from services.frontend.speech import Voice
+from services.frontend.speech import PLAIN, Voice
 from services.frontend.voices import AUTO, Voices
 
 
@@ -32,7 +32,7 @@ class Asked:
     chat: bool
     echo: bool = False
     grammar: Grammar | None = None
-    voice: Voice = Voice()
+    voice: Voice = PLAIN
 
 
 class Reading:

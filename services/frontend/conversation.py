@@ -1,4 +1,4 @@
-"""Tools in a conversation whose chat template knows nothing of them: told in a system message, calls and results as text.
+"""Tools where the chat template knows nothing of them: told in a system message, calls and results as text.
 
 Models of that kind have seen Hermes' wording most, if any: results stand in a user's message between `<tool_response>`.
 """
@@ -27,7 +27,9 @@ def plain(messages: Sequence[Message], tools: Tools | None, parser: type[ToolPar
             else:
                 out.append({"role": "user", "content": told, "results": True})
         elif calls := message.get("tool_calls"):
-            written = parser.write([{"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in calls])
+            written = parser.write(
+                [{"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in calls]
+            )
             out.append({"role": role, "content": f"{content}\n{written}" if content else written})
         else:
             out.append(dict(message))

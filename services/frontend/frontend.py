@@ -94,10 +94,10 @@ class Frontend:
                 budget = output_budget(options, len(prompt.ids), limit, None, "messages")
             else:
                 budget = output_budget(options, len(prompt.ids), limit, COMPLETION_TOKENS, "prompt")
-            sampling = make_sampling(
-                options, defaults, budget, prompt_logprobs=prompt_logprobs, grammar=asked.grammar
+            sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs, grammar=asked.grammar)
+            asks.append(
+                Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs, shown=dict(asked.voice.shown))
             )
-            asks.append(Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs, shown=dict(asked.voice.shown)))
         return asks
 
     def _format(self, asked: Asked, head: tuple[str, int, str, str]) -> Format:

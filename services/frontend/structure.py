@@ -78,7 +78,9 @@ def _extras(raw: Mapping[str, Any]) -> Structure | None:
     if not isinstance(value, dict):
         raise invalid(f"'{param}' must be an object.", param)
     found = [
-        _structure(name, given, f"{param}.{name}") for name, given in value.items() if name in _KINDS and given is not None
+        _structure(name, given, f"{param}.{name}")
+        for name, given in value.items()
+        if name in _KINDS and given is not None
     ]
     if value.get("json_object"):
         found.append(Structure(ANY_OBJECT, f"{param}.json_object"))

@@ -69,7 +69,9 @@ def _function(tool: Any, where: str) -> Function:
     where = f"{where}.function"
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(f"'{where}.name' must be up to 64 letters, digits, dots, dashes and underscores.", f"{where}.name")
+        raise invalid(
+            f"'{where}.name' must be up to 64 letters, digits, dots, dashes and underscores.", f"{where}.name"
+        )
     if not isinstance(function.get("description", ""), (str, type(None))):
         raise invalid(f"'{where}.description' must be a string.", f"{where}.description")
     if not isinstance(function.get("strict", False), (bool, type(None))):

@@ -301,7 +301,12 @@ def _from_exclusions(why: Sequence[str], otherwise: Reason, message: str) -> Ref
     detail = f"{message}: {'; '.join(sorted(set(why))[:4])}" if why else message
     if Reason.NO_CAPACITY.name in names:
         return Refusal(Reason.NO_CAPACITY, detail)
-    for shared in (Reason.GRAMMAR_UNSUPPORTED, Reason.CONTEXT_LENGTH_EXCEEDED, Reason.VERSION_MISMATCH, Reason.DRAINING):
+    for shared in (
+        Reason.GRAMMAR_UNSUPPORTED,
+        Reason.CONTEXT_LENGTH_EXCEEDED,
+        Reason.VERSION_MISMATCH,
+        Reason.DRAINING,
+    ):
         if names == {shared.name}:
             return Refusal(shared, detail)
     return Refusal(otherwise, detail)

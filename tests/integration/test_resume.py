@@ -169,7 +169,11 @@ async def test_amid_json(stack: Stack, client: httpx.AsyncClient, sampling: dict
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 async def test_amid_a_call(stack: Stack, client: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
     """So does the parser's, which is the frontend's."""
-    tools = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "parallel_tool_calls": False}
+    tools = {
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     messages = [{"role": "user", "content": PROMPT}]
     asked = body(**sampling, **tools, messages=messages, max_tokens=5 * TOKENS, ignore_eos=False)
     del asked["prompt"]

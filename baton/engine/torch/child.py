@@ -39,10 +39,10 @@ from baton.engine.torch.step import Outcome, Work
 from baton.engine.torch.weights import load_weights
 from baton.engine.torch.wire import prefilled_message, token_message
 from baton.errors import BatonError, Reason
+from baton.grammar.compile import Vocabulary
 from baton.kv.arena import Arena
 from baton.kv.handle import checksum
 from baton.kv.keys import BLOCK_SIZE
-from baton.grammar.compile import Vocabulary
 from baton.kv.layout import LayoutFingerprint
 from baton.model.files import open_model
 from baton.model.identity import weights_identity

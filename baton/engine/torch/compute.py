@@ -80,9 +80,7 @@ class Computation:
 
     def _sampled(self, draws: list[tuple[Draw, torch.Tensor | None]]) -> list[Drawn]:
         last = {w.sequence: rows[-1] for w, rows in zip(self._work, self._rows, strict=True) if rows}
-        states = [
-            SamplingState(d.params, d.choice, d.prompt_ids, d.output_ids, self._eos, mask) for d, mask in draws
-        ]
+        states = [SamplingState(d.params, d.choice, d.prompt_ids, d.output_ids, self._eos, mask) for d, mask in draws]
         wanted = [last[d.sequence] for d, _ in draws]
         logits = self._logits if wanted == list(range(len(self._logits))) else self._logits[wanted]
         try:

@@ -50,6 +50,7 @@ class ToolParser(ABC):
     specials: ClassVar[tuple[str, ...]] = ()
     """Control tokens that it must see as text."""
 
+    @abstractmethod
     def __init__(self, functions: Sequence[str]) -> None:
         """`functions` may be called."""
 

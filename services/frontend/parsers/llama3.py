@@ -1,4 +1,4 @@
-"""Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or without; several by `;`."""
+"""Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or not; several by `;`."""
 
 from __future__ import annotations
 

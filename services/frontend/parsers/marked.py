@@ -59,11 +59,11 @@ class MarkedParser(ToolParser):
             events, taken, after = self.read(self._buffer)
             out += events
             self._buffer = self._buffer[taken:]
-            self._inside = more = False
-            if after is After.MORE:
-                self._inside = True
+            self._inside = after is After.MORE
+            if self._inside:
+                more = taken > 0
             else:
-                self._behind, more = after is After.BLANKS, True
+                self._behind = after is After.BLANKS
         return merged(out)
 
     def end(self) -> list[Event]:

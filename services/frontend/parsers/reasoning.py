@@ -1,4 +1,4 @@
-"""Thoughts between two marks at the beginning of an answer. Blanks at their edges, and before the answer, are dropped."""
+"""Thoughts between two marks at the beginning of an answer. Blanks around them are dropped."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ def rebased(value: Any, root: str) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        key: root + item[1:] if key == "$ref" and isinstance(item, str) and item.startswith("#") else rebased(item, root)
+        key: root + item[1:]
+        if key == "$ref" and isinstance(item, str) and item.startswith("#")
+        else rebased(item, root)
         for key, item in value.items()
     }
 

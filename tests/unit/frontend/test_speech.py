@@ -1,9 +1,11 @@
+# ruff: noqa: E501 - bodies as clients write them
 """Tools, thoughts and structured output by the official client: what a worker is asked, and what a client is told."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,7 +15,7 @@ from baton.errors import BatonError
 from baton.grammar.compile import Vocabulary
 from baton.grammar.follow import Follower
 from baton.model.card import Model
-from baton.rpc.codec import grammar_from_pb
+from baton.model.template import ChatTemplate
 from baton.v1 import worker_pb2
 from services.frontend.asked import Reading, pack, unpack
 from services.frontend.parsers.choose import TOOLS
@@ -31,6 +33,7 @@ WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_weather", "description": "The weather.", "parameters": PARAMETERS},
 }
+ANSWER = {"type": "object", "properties": {"answer": {}}, "required": ["answer"], "additionalProperties": False}
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 TWO = (
     'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}\n</tool_call>\n'
@@ -169,7 +172,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), BAD)
-def test_refused_before_any_worker(model: Model, reading: Reading, fields: dict[str, Any], param: str, words: str) -> None:
+def test_refused_before_any_worker(
+    model: Model, reading: Reading, fields: dict[str, Any], param: str, words: str
+) -> None:
     body = json.dumps({"model": model.name, "messages": HI} | fields).encode()
     for _ in range(2):  # known the second time
         with pytest.raises(BatonError) as refused:
@@ -180,33 +185,40 @@ def test_refused_before_any_worker(model: Model, reading: Reading, fields: dict[
 
 
 @pytest.fixture(scope="module")
+def vocabulary(model: Model) -> Vocabulary:
+    return Vocabulary(lambda: model.tokenizer, model.tokenizer.vocab_size, model.generation.eos_ids)
+
+
+@pytest.fixture(scope="module")
 def reading(model: Model) -> Reading:
     return Reading(model)
 
 
 @pytest.mark.parametrize("parser", TOOLS)
 @pytest.mark.parametrize("choice", ["required", "named", "one", "auto"])
-def test_the_grammar_of_calls_is_what_the_parser_reads(model: Model, parser: str, choice: str) -> None:
+def test_the_grammar_of_calls_is_what_the_parser_reads(
+    model: Model, vocabulary: Vocabulary, parser: str, choice: str
+) -> None:
     """The written form follows it to the end, and a wrong function, argument or beginning does not."""
     reading = Reading(model, tools=parser)
     wishes: dict[str, dict[str, Any]] = {
         "required": {"tool_choice": "required"},
         "named": {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
         "one": {"tool_choice": "required", "parallel_tool_calls": False},
-        "auto": {"response_format": {"type": "json_object"}},
+        "auto": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}},
     }
     body = {"model": model.name, "messages": HI, "tools": [WEATHER, NOW], **wishes[choice]}
     found = reading.read(json.dumps(body).encode(), chat=True, limit=2048)
     assert unpack(pack(found)) == found
     assert found.grammar is not None
     tokenizer = model.tokenizer
-    vocabulary = Vocabulary(lambda: tokenizer, tokenizer.vocab_size, model.generation.eos_ids)
+    program = vocabulary.compile(found.grammar)
     call = {"name": "get_weather", "arguments": {"city": "Bern", "days": 3}}
     other = {"name": "now", "arguments": {}}
 
     def follows(text: str) -> bool:
         output: list[int] = []
-        follower = Follower(vocabulary.compile(grammar_from_pb(worker_pb2.Grammar(kind="grammar", text=found.grammar.text))))  # type: ignore[union-attr]
+        follower = Follower(program)
         for token in tokenizer.encode(text, add_special=False):
             if not follower.allowed(output, tokenizer.vocab_size)[token]:
                 return False
@@ -221,7 +233,7 @@ def test_the_grammar_of_calls_is_what_the_parser_reads(model: Model, parser: str
     assert not follows(single.replace('"Bern"', "5"))
     assert not follows(single.replace('"city"', '"town"'))
     assert not follows("Hello" + single)
-    assert follows('{"anything": [1]}') == (choice == "auto")
+    assert follows('{"answer": [1]}') == (choice == "auto")
 
 
 def test_results_and_calls_of_earlier_turns(model: Model, reading: Reading) -> None:
@@ -241,19 +253,14 @@ def test_results_and_calls_of_earlier_turns(model: Model, reading: Reading) -> N
     assert "<|im_start|>user\n<tool_response>\n12:00\n</tool_response>\n<tool_response>\nnoon\n</tool_response>" in text
 
 
-def test_a_template_that_takes_tools_gets_them(model: Model, tmp_path: Any) -> None:
-    from dataclasses import replace
-
-    from baton.model.template import ChatTemplate
-
+def test_a_template_that_takes_tools_gets_them(model: Model) -> None:
     text = "{% for t in tools %}{{ t.function.name }};{% endfor %}{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}{{ m.role }}:{{ m.content }}\n{% endfor %}<think>\n"
     reading = Reading(replace(model, template=ChatTemplate(text)), reasoning="think")
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 7}'}}
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
     body = {"model": model.name, "messages": messages, "tools": [NOW], "tool_choice": "required"}
     found = reading.read(json.dumps(body).encode(), chat=True, limit=2048)
-    assert found.prompts[0].text == "now;user:hi\n7assistant:\ntool:x\n<think>\n"
+    assert found.prompts[0].text == "now;user:hi\n7assistant:\ntool:x\n<think>"
     assert found.voice.opened
     assert found.grammar is not None
     assert (found.grammar.after, found.grammar.opening) == ("</think>", "")
-

@@ -150,7 +150,12 @@ async def test_a_grammar_that_cannot_be(client: Client) -> None:
     """Its request fails, in the compiler's words; others do not notice."""
     fine = await client.submit(request(PROMPT, max_tokens=60, grammar=schema(PERSON)))
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
-    for grammar in (schema({"type": "nonsense"}), schema(wide), Grammar(GrammarKind.REGEX, "("), Grammar(GrammarKind.GRAMMAR, "?")):
+    for grammar in (
+        schema({"type": "nonsense"}),
+        schema(wide),
+        Grammar(GrammarKind.REGEX, "("),
+        Grammar(GrammarKind.GRAMMAR, "?"),
+    ):
         stream = await client.submit(request(PROMPT, grammar=grammar))
         with pytest.raises(BatonError) as failed:
             await stream.result()
