@@ -69,7 +69,8 @@ class Vocabulary:
     def token_id(self, text: str) -> int | None:
         """The added token of exactly this text, once built; None when there is none."""
         assert self._wrapper is not None
-        return self._wrapper.tokenizer.backend.token_to_id(text) if text else None
+        found: int | None = self._wrapper.tokenizer.backend.token_to_id(text) if text else None
+        return found
 
     def compile(self, grammar: Grammar) -> Program:
         """Raises BatonError(INVALID_REQUEST, param "grammar") in the compiler's words."""
