@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv deps up down status protos lint format test-fast test faults clean help
+.PHONY: venv deps up down status protos lint format test-fast test api-cases faults clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -60,6 +60,9 @@ test-fast: venv ## unit tests that are not slow
 
 test: lint deps ## lint and every test: unit, integration, faults
 	@$(BIN)/pytest
+
+api-cases: venv deps ## 5,000 requests drawn from our OpenAPI description (CASES=5000)
+	@BATON_API_CASES=$(or $(CASES),5000) $(BIN)/pytest tests/integration/test_openapi.py -q -s
 
 faults: venv deps ## break a running Baton, by seed, and count what clients saw (ARGS="--seed 7 --faults 500 --parts processes")
 	@$(BIN)/python -m tests.faults.suite $(ARGS)

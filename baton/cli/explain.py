@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from baton.cli.api_key import authorization
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.rpc import running
@@ -18,7 +19,7 @@ def explain(home: Home, prompt: str, *, max_tokens: int, raw: bool) -> dict[str,
     url = f"http://{running(home, 'frontend').address}"
     asked = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     try:
-        with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
+        with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, headers=authorization()) as client:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             reply = client.post("/v1/baton/explain", json={"model": model, "max_tokens": max_tokens, **asked})
             answer: dict[str, Any] = reply.json()

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import httpx
 
+from baton.cli.api_key import authorization
 from baton.cli.down import GRACE_S, stop
 from baton.cli.errors import CliError
 from baton.cli.fetch import find_etcd, find_model
@@ -245,7 +246,8 @@ def _get(url: str) -> bytes:
 
 
 def _http(timeout_s: float) -> httpx.Client:
-    return httpx.Client(timeout=timeout_s, trust_env=False)  # no proxy between us and the loopback
+    # no proxy between us and the loopback
+    return httpx.Client(timeout=timeout_s, trust_env=False, headers=authorization())
 
 
 def _how(code: int) -> str:

@@ -14,13 +14,14 @@ from tokenizers.decoders import DecodeStream
 from baton.model.errors import ModelError
 from baton.model.files import ModelFiles, open_model
 from baton.model.gguf_tokenizer import gguf_tokenizer
+from baton.model.segments import Segmenter
 
 
 class TextStream(Protocol):
-    """Incremental decoding: each token gives the text that has become certain."""
+    """Incremental decoding: each token gives the text that has become certain; bytes that are no character, none."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is still missing bytes, and for special tokens."""
+        """The text that this token completes; "" while a character is still missing bytes."""
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -35,12 +36,13 @@ def _byte_of_char() -> dict[str, int]:
 class _ByteStream:
     """Byte-level vocabularies: exact, and constant work for each token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, show_special: bool) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._show_special = show_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.is_special(token_id):
+        if self._tokenizer.is_special(token_id) and not self._show_special:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
@@ -48,12 +50,12 @@ class _ByteStream:
 class _LibraryStream:
     """Any other vocabulary: the library's own stream, which holds back what is not yet a whole character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, show_special: bool) -> None:
         self._backend = tokenizer.backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=not show_special)
 
     def push(self, token_id: int) -> str:
-        return self._stream.step(self._backend, token_id) or ""
+        return (self._stream.step(self._backend, token_id) or "").replace("\ufffd", "")
 
 
 class Tokenizer:
@@ -72,6 +74,7 @@ class Tokenizer:
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._added = {i: token.content for i, token in added.items()}
         self._alphabet = _byte_of_char() if "ByteLevel" in repr(backend.decoder) else None
+        self.segmenter = Segmenter(added.values())
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of `text`; `add_special` adds what the model expects around raw text (a BOS), never for a chat."""
@@ -79,17 +82,27 @@ class Tokenizer:
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoded.ids)
 
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, nothing added."""
+        return [list(one.ids) for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids` at once (malformed bytes become U+FFFD)."""
         (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
         return str(text)
 
-    def stream(self) -> TextStream:
-        """A fresh incremental decoder for one output."""
-        return _ByteStream(self) if self._alphabet is not None else _LibraryStream(self)
+    def stream(self, *, show_special: bool = False) -> TextStream:
+        """A fresh incremental decoder for one output; special tokens are text only with `show_special`."""
+        kind = _ByteStream if self._alphabet is not None else _LibraryStream
+        return kind(self, show_special)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included; malformed bytes are left out."""
+        push = self.stream(show_special=True).push
+        return "".join([push(token_id) for token_id in ids])
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, which text never shows."""
+        """Whether the token is a control token, which text does not show unless it is asked to."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -12,30 +12,48 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
+from services.frontend.api_keys import RequireKey
 from services.frontend.asked import check_model
 from services.frontend.drain import CountRequests
 from services.frontend.errors import error_response, internal
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
+from services.frontend.media_type import check_media_type
+from services.frontend.openapi import describe
 from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
 from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
 _MAX_REQUEST_ID = 128
+EXPOSED_HEADERS = ("x-request-id", "x-baton-route", "retry-after")
+"""What a page of another origin may read of an answer."""
 
 
 def create_app(frontend: Frontend) -> FastAPI:
     """The ASGI application over a wired frontend."""
     app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
+    if frontend.api_keys is not None:
+        app.add_middleware(RequireKey, keys=frontend.api_keys, refused=frontend.metrics.unauthorized)
+    if frontend.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=frontend.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     app.add_middleware(RequestIds)
     app.add_middleware(CountRequests, requests=frontend.requests)
     app.add_middleware(Turnstile)
+
+    described = describe(frontend.model.name, keys=frontend.api_keys is not None)
 
     async def chat(request: Request) -> Response:
         return await _complete(request, frontend, chat=True)
@@ -52,6 +70,9 @@ def create_app(frontend: Frontend) -> FastAPI:
     async def model(request: Request) -> Response:
         check_model(request.path_params["model"], frontend.model.name)
         return _json(frontend.model_object())
+
+    async def openapi(_: Request) -> Response:
+        return _json(described)
 
     async def health(_: Request) -> Response:
         return _json({"status": "ok"})
@@ -71,6 +92,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     app.add_route("/v1/baton/explain", explain, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{model:path}", model, ["GET"])
+    app.add_route("/openapi.json", openapi, ["GET"])
     app.add_route("/health", health, ["GET"])
     app.add_route("/ready", ready, ["GET"])
     app.add_route("/metrics", metrics, ["GET"])
@@ -118,7 +140,7 @@ async def _receive(request: Request, frontend: Frontend, endpoint: str) -> tuple
     entered: Pass | None = None
     try:
         entered = frontend.gate.enter()
-        _check_media_type(request)
+        check_media_type(request.headers)
         body = await _read_body(request, frontend, entered)
     except BaseException as error:
         if entered is not None:
@@ -127,14 +149,6 @@ async def _receive(request: Request, frontend: Frontend, endpoint: str) -> tuple
             frontend.metrics.requests.labels(endpoint, error.reason.name.lower()).inc()
         raise
     return entered, body
-
-
-def _check_media_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise BatonError(
-            Reason.UNSUPPORTED_MEDIA_TYPE, f"The body must be application/json, not {kind[:80] or 'nothing'}."
-        )
 
 
 async def _read_body(request: Request, frontend: Frontend, entered: Pass) -> bytearray:

@@ -57,7 +57,15 @@ class Reading:
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body = parse_chat(raw, self._vocab_size)
         messages, offered = self.voices.conversation(body.messages, body.tools)
-        prompt = self.prompts.chat(messages, body.variables, limit, offered)
+        prompt = self.prompts.chat(
+            messages,
+            body.variables,
+            limit,
+            offered,
+            generation_prompt=body.generation_prompt,
+            continue_final=body.continue_final,
+            add_special=body.add_special,
+        )
         voice = self.voices.voice(body.tools, prompt.text)
         grammar = self.voices.grammar(body.tools, body.options.structure, voice)
         return Asked(body.options, (prompt,), chat=True, grammar=grammar, voice=voice)
@@ -65,7 +73,10 @@ class Reading:
     def _completion(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body, make = parse_completion(raw, self._vocab_size), self.prompts
         prompts = (
-            make.text(given, limit) if isinstance(given, str) else make.ids(given, limit) for given in body.prompts
+            make.text(given, limit, add_special=body.add_special)
+            if isinstance(given, str)
+            else make.ids(given, limit, spelled=body.echo)
+            for given in body.prompts
         )
         grammar = self.voices.grammar(None, body.options.structure)
         return Asked(body.options, tuple(prompts), chat=False, echo=body.echo, grammar=grammar)
@@ -84,6 +95,7 @@ class _Prompt(msgspec.Struct, array_like=True):
     ids: bytes
     keys: bytes
     text: str
+    reused: int
 
 
 class _Asked(msgspec.Struct, array_like=True, tag=True):
@@ -109,7 +121,7 @@ def pack(answer: Asked | BatonError) -> bytes:
     """An answer as bytes."""
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
-    prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text) for p in answer.prompts]
+    prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
     return _encode(_Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice))
 
 
@@ -124,4 +136,4 @@ def unpack(data: bytes) -> Asked:
 
 def _unpacked(prompt: _Prompt) -> Prompt:
     keys = (prompt.keys[i : i + KEY_BYTES] for i in range(0, len(prompt.keys), KEY_BYTES))
-    return Prompt(array("I", prompt.ids), tuple(keys), prompt.text)
+    return Prompt(array("I", prompt.ids), tuple(keys), prompt.text, prompt.reused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,13 @@ from baton.model.tokenizer import Tokenizer
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.chunks import Usage
-from services.frontend.detokenise import ChoiceText, Piece
+from services.frontend.detokenise import ChoiceText, Piece, Show
 from services.frontend.inbox import Inbox
 from services.frontend.prompt import Prompt
 from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
 
+STARTS = 8
+"""Prompts of one request that are placed at the same time."""
 _MODES = {
     worker_pb2.MODE_DISAGGREGATED: "disaggregated",
     worker_pb2.MODE_MERGED: "merged",
@@ -33,6 +36,7 @@ class Ask:
     sampling: worker_pb2.Sampling
     max_tokens: int
     stops: Sequence[str]
+    show: Show = Show()  # noqa: RUF009 - frozen
     merged_only: bool = False
     shown: Mapping[int, str] = field(default_factory=dict)
     """Control tokens that are shown as text."""
@@ -72,6 +76,7 @@ class Call:
                 min_tokens=ask.sampling.min_tokens,
                 max_tokens=ask.max_tokens,
                 shown=ask.shown,
+                show=ask.show,
             )
             for ask in asks
             for _ in range(n)
@@ -90,9 +95,23 @@ class Call:
         return all(text.finish for text in self._texts)
 
     async def start(self) -> None:
-        """Submit everything. Raises BatonError when a prompt finds no worker."""
-        for generation in self._generations:
-            await generation.start()
+        """Submit everything, a few prompts at a time. Raises BatonError when one finds no worker."""
+        few = asyncio.Semaphore(STARTS)
+
+        async def start(generation: Generation) -> None:
+            async with few:
+                await generation.start()
+
+        if len(self._generations) == 1:
+            await self._generations[0].start()
+            return
+        tasks = [asyncio.create_task(start(generation)) for generation in self._generations]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def pieces(self) -> list[IndexedPiece]:
         """The next pieces, at least one. Repairs what breaks meanwhile; raises BatonError when that cannot be."""

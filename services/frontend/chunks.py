@@ -41,6 +41,7 @@ class _ChatChoice(msgspec.Struct):
     delta: _Delta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class _TextChoice(msgspec.Struct):
@@ -48,6 +49,8 @@ class _TextChoice(msgspec.Struct):
     text: str
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class _Chunk(msgspec.Struct):
@@ -59,6 +62,7 @@ class _Chunk(msgspec.Struct):
     choices: Sequence[_ChatChoice | _TextChoice]
     usage: Usage | UnsetType | None = UNSET
     baton: dict[str, Any] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Format(Protocol):
@@ -69,6 +73,9 @@ class Format(Protocol):
 
     def finish(self, index: int, reason: str, baton: dict[str, Any] | None) -> bytes:
         """The event that ends output `index`; the last one of a request carries `baton`."""
+
+    def so_far(self, usage: Usage) -> None:
+        """What the next events say of usage, for clients that want to see it grow."""
 
     def usage(self, usage: Usage, baton: dict[str, Any]) -> bytes:
         """The event with the usage and no choices."""
@@ -87,12 +94,40 @@ class _Base:
     chunk_name = ""
     id_prefix = ""
 
-    def __init__(self, uid: str, created: int, model: str, fingerprint: str, *, include_usage: bool) -> None:
+    def __init__(
+        self,
+        uid: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        *,
+        outputs: int,
+        include_usage: bool,
+        prompt_ids: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """`prompt_ids`: of each output, when token ids are told."""
         self._head = (self.id_prefix + uid, created, model, fingerprint)
         # With include_usage, every chunk has the field: null until the last.
-        self._no_usage: UnsetType | None = None if include_usage else UNSET
+        self._usage_so_far: Usage | UnsetType | None = None if include_usage else UNSET
+        self._prompt_ids = None if prompt_ids is None else [list(ids) for ids in prompt_ids]
+        self._began: set[int] = set()
+        self._text = [""] * outputs
+        self._finish = [""] * outputs
+        self._ids: list[list[int]] = [[] for _ in range(outputs)]
 
-    def _event(self, choices: Sequence[Any], baton: dict[str, Any] | None = None, usage: Usage | None = None) -> bytes:
+    def so_far(self, usage: Usage) -> None:
+        self._usage_so_far = usage
+
+    def _new_ids(self, piece: Piece) -> list[int] | UnsetType:
+        return UNSET if self._prompt_ids is None else list(piece.ids)
+
+    def _event(
+        self,
+        choices: Sequence[Any],
+        baton: dict[str, Any] | None = None,
+        usage: Usage | None = None,
+        prompt_ids: Sequence[int] | UnsetType = UNSET,
+    ) -> bytes:
         id, created, model, fingerprint = self._head
         chunk = _Chunk(
             id,
@@ -101,15 +136,18 @@ class _Base:
             model,
             fingerprint,
             choices,
-            self._no_usage if usage is None else usage,
+            self._usage_so_far if usage is None else usage,
             UNSET if baton is None else baton,
+            prompt_ids,
         )
         return b"data: " + _encode(chunk) + b"\n\n"
 
     def usage(self, usage: Usage, baton: dict[str, Any]) -> bytes:
         return self._event([], baton, usage)
 
-    def _body(self, choices: list[dict[str, Any]], usage: Usage, baton: dict[str, Any]) -> bytes:
+    def _body(
+        self, choices: list[dict[str, Any]], usage: Usage, baton: dict[str, Any], more: dict[str, Any] | None = None
+    ) -> bytes:
         id, created, model, fingerprint = self._head
         return _encode(
             {
@@ -121,6 +159,7 @@ class _Base:
                 "choices": choices,
                 "usage": usage,
                 "baton": baton,
+                **(more or {}),
             }
         )
 
@@ -133,34 +172,26 @@ class ChatFormat(_Base):
     id_prefix = "chatcmpl-"
 
     def __init__(
-        self,
-        *head: Any,
-        tokenizer: Tokenizer,
-        top: int | None,
-        outputs: int,
-        include_usage: bool,
-        voice: Voice = PLAIN,
+        self, *head: Any, tokenizer: Tokenizer, top: int | None, outputs: int, voice: Voice = PLAIN, **told: Any
     ) -> None:
-        super().__init__(*head, include_usage=include_usage)
+        super().__init__(*head, outputs=outputs, **told)
         self._spoken = [Spoken(voice, f"{head[0]}/{index}") for index in range(outputs)] if voice != PLAIN else None
         self._tokenizer = tokenizer
         self._top = top
-        self._began: set[int] = set()
-        self._text = [""] * outputs
         self._tokens: list[list[TokenText]] = [[] for _ in range(outputs)]
-        self._finish = [""] * outputs
 
     def chunks(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> list[bytes]:
         out = self._begin(index)
+        deltas = [_Delta(content=piece.text)] if piece.text or piece.tokens or piece.ids else []
         if self._spoken is not None:
-            deltas = self._spoken[index].deltas(piece)
-            told = [_Delta(**delta) for delta in deltas] or ([_Delta(content="")] if piece.tokens else [])
-            for number, delta in enumerate(told):
-                logprobs = self._logprobs(piece.tokens) if number == 0 and piece.tokens else None
-                out.append(self._event([_ChatChoice(index, delta, logprobs)]))
-        elif piece.text or piece.tokens:
-            choice = _ChatChoice(index, _Delta(content=piece.text), self._logprobs(piece.tokens))
-            out.append(self._event([choice]))
+            spoken = [_Delta(**delta) for delta in self._spoken[index].deltas(piece)]
+            deltas = spoken or ([_Delta(content="")] if piece.tokens or piece.ids else [])
+        for number, delta in enumerate(deltas):
+            if number:
+                out.append(self._event([_ChatChoice(index, delta)]))
+            else:
+                logprobs, ids = self._logprobs(piece.tokens), self._new_ids(piece)
+                out.append(self._event([_ChatChoice(index, delta, logprobs, token_ids=ids)]))
         return out
 
     def finish(self, index: int, reason: str, baton: dict[str, Any] | None) -> bytes:
@@ -172,6 +203,7 @@ class ChatFormat(_Base):
         self._text[index] += piece.text
         self._tokens[index] += piece.tokens
         self._finish[index] = piece.finish
+        self._ids[index] += piece.ids
         if self._spoken is not None:
             self._spoken[index].collect(piece)
 
@@ -188,13 +220,19 @@ class ChatFormat(_Base):
         for spoken, choice in zip(self._spoken or (), choices, strict=False):
             choice["message"] |= spoken.message()
             choice["finish_reason"] = spoken.speech.finish_reason(choice["finish_reason"])
-        return self._body(choices, usage, baton)
+        if self._prompt_ids is None:
+            return self._body(choices, usage, baton)
+        for choice, ids in zip(choices, self._ids, strict=True):
+            choice["token_ids"] = ids
+        return self._body(choices, usage, baton, {"prompt_token_ids": self._prompt_ids[0]})
 
     def _begin(self, index: int) -> list[bytes]:
         if index in self._began:
             return []
+        first = not self._began
         self._began.add(index)
-        return [self._event([_ChatChoice(index, _Delta(role="assistant", content=""))])]
+        prompt_ids = self._prompt_ids[0] if first and self._prompt_ids is not None else UNSET
+        return [self._event([_ChatChoice(index, _Delta(role="assistant", content=""))], prompt_ids=prompt_ids)]
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         return None if self._top is None else chat_logprobs(tokens, self._tokenizer, self._top)
@@ -213,24 +251,25 @@ class TextFormat(_Base):
         tokenizer: Tokenizer,
         top: int | None,
         echoes: Sequence[tuple[str, Sequence[int]] | None],
-        include_usage: bool,
+        **told: Any,
     ) -> None:
-        super().__init__(*head, include_usage=include_usage)
+        super().__init__(*head, outputs=len(echoes), **told)
         self._logprobs = None if top is None else TextLogprobs(tokenizer, top)
         self._echoes = echoes
         self._base = [0 if echo is None else len(echo[0]) for echo in echoes]
-        self._began: set[int] = set()
-        self._text = [""] * len(echoes)
         self._lists: list[dict[str, Any] | None] = [None] * len(echoes)
-        self._finish = [""] * len(echoes)
 
     def chunks(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> list[bytes]:
         out = []
+        first = index not in self._began
+        prompt_ids = self._prompt_ids[index] if first and self._prompt_ids is not None else UNSET
         echo = self._begin(index, prompt_logprobs)
-        if echo is not None:
-            out.append(self._event([_TextChoice(index, *echo)]))
-        if piece.text or piece.tokens:
-            out.append(self._event([_TextChoice(index, piece.text, self._output(index, piece))]))
+        if echo is not None or prompt_ids is not UNSET:
+            text, lists = echo or ("", None)
+            out.append(self._event([_TextChoice(index, text, lists, prompt_token_ids=prompt_ids)]))
+        if piece.text or piece.tokens or piece.ids:
+            lists = self._output(index, piece)
+            out.append(self._event([_TextChoice(index, piece.text, lists, token_ids=self._new_ids(piece))]))
         return out
 
     def finish(self, index: int, reason: str, baton: dict[str, Any] | None) -> bytes:
@@ -242,6 +281,7 @@ class TextFormat(_Base):
             self._text[index], self._lists[index] = echo
         self._text[index] += piece.text
         self._finish[index] = piece.finish
+        self._ids[index] += piece.ids
         new = self._output(index, piece)
         if new is not None:
             lists = self._lists[index]
@@ -252,10 +292,13 @@ class TextFormat(_Base):
                     lists[name].extend(values)
 
     def body(self, usage: Usage, baton: dict[str, Any]) -> bytes:
-        choices = [
+        choices: list[dict[str, Any]] = [
             {"index": i, "text": text, "logprobs": self._lists[i], "finish_reason": self._finish[i]}
             for i, text in enumerate(self._text)
         ]
+        if self._prompt_ids is not None:
+            for choice, ids, prompt_ids in zip(choices, self._ids, self._prompt_ids, strict=True):
+                choice |= {"token_ids": ids, "prompt_token_ids": prompt_ids}
         return self._body(choices, usage, baton)
 
     def _begin(self, index: int, logprobs: Sequence[Logprob]) -> tuple[str, dict[str, Any] | None] | None:
@@ -267,7 +310,7 @@ class TextFormat(_Base):
         if echo is None:
             return None
         text, ids = echo
-        return text, None if self._logprobs is None else self._logprobs.prompt(ids, logprobs)
+        return text, None if self._logprobs is None else self._logprobs.prompt(text, ids, logprobs)
 
     def _output(self, index: int, piece: Piece) -> dict[str, Any] | None:
         return None if self._logprobs is None else self._logprobs.output(piece.tokens, self._base[index])

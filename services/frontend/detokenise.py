@@ -27,6 +27,17 @@ class Piece(NamedTuple):
     text: str
     tokens: list[TokenText]
     finish: str
+    ids: Sequence[int] = ()
+    """Every token taken, when they are asked for; one that ends the output and is not shown included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """What a client wants to see beside the text: control tokens, the stop string that ended it, token ids."""
+
+    special: bool = False
+    stop: bool = False
+    ids: bool = False
 
 
 @dataclass(slots=True)
@@ -47,12 +58,14 @@ class ChoiceText:
         ends: frozenset[int],
         min_tokens: int,
         max_tokens: int,
+        show: Show = Show(),
         shown: Mapping[int, str] | None = None,
     ) -> None:
         """`ends` are the token ids that end an output and are not shown. Stop strings count only after `min_tokens`.
         `shown`: control tokens that are text here."""
-        self._stream = tokenizer.stream()
-        self._stops = StopStrings(stops)
+        self._stream = tokenizer.stream(show_special=show.special)
+        self._stops = StopStrings(stops, include=show.stop)
+        self._tell_ids = show.ids
         self._ends = ends
         self._shown_ids = shown or {}
         self._min_tokens = min_tokens
@@ -68,7 +81,7 @@ class ChoiceText:
         """Take the next tokens; `logprobs` is empty or one for each. After the end, everything is ignored."""
         if self.finish:
             return Piece("", [], "")
-        text = ""
+        text, before = "", self.tokens
         for position, token_id in enumerate(ids):
             if self.tokens >= self._max_tokens:
                 finish = finish or "length"
@@ -91,7 +104,8 @@ class ChoiceText:
             text += self._stops.flush()
         self._shown += len(text)
         self.finish = finish
-        return Piece(text, self._release(), finish)
+        taken = ids[: self.tokens - before] if self._tell_ids else ()
+        return Piece(text, self._release(), finish, taken)
 
     def _close_pending(self) -> None:
         """A character is whole: it ends for every token that gave bytes to it."""

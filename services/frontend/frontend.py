@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
+from services.frontend.api_keys import ApiKeys
 from services.frontend.asked import Asked
 from services.frontend.call import Ask, Call
 from services.frontend.chunks import ChatFormat, Format, TextFormat
+from services.frontend.detokenise import Show
 from services.frontend.drain import Requests
 from services.frontend.explain import explain
 from services.frontend.gate import Gate
@@ -42,6 +45,10 @@ class Frontend:
     max_body_bytes: int
     created: int
     requests: Requests = field(default_factory=Requests)
+    api_keys: ApiKeys | None = None
+    """Who may ask; None: everybody."""
+    cors_origins: Sequence[str] = ()
+    """Web origins whose pages may ask; `*`: all."""
 
     def context_length(self) -> int:
         """Tokens that prompt and output may have together: the model's limit, or the workers' where that is less."""
@@ -63,7 +70,8 @@ class Frontend:
         asked, asks = await self._read(body, chat)
         call = self._call(uid, asks, asked.options, begun)
         format = self._format(asked, self._head(uid, begun))
-        return Prepared(call, format, asked.options.stream, asked.options.include_usage)
+        options = asked.options
+        return Prepared(call, format, options.stream, options.include_usage, options.continuous_usage)
 
     async def explain(self, body: bytes | bytearray, uid: str) -> dict[str, Any]:
         """Read the body of a chat or of a completion, and say where it would run. Raises BatonError."""
@@ -95,26 +103,23 @@ class Frontend:
             else:
                 budget = output_budget(options, len(prompt.ids), limit, COMPLETION_TOKENS, "prompt")
             sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs, grammar=asked.grammar)
-            asks.append(
-                Ask(prompt, sampling, budget, options.stop, merged_only=prompt_logprobs, shown=dict(asked.voice.shown))
-            )
+            show = Show(options.show_special, options.include_stop, options.token_ids)
+            shown = dict(asked.voice.shown)
+            asks.append(Ask(prompt, sampling, budget, options.stop, show, prompt_logprobs, shown))
         return asks
 
     def _format(self, asked: Asked, head: tuple[str, int, str, str]) -> Format:
-        options, tokenizer = asked.options, self.model.tokenizer
+        options, prompts = asked.options, asked.prompts
+        told = {
+            "tokenizer": self.model.tokenizer,
+            "top": options.logprobs,
+            "include_usage": options.include_usage,
+            "prompt_ids": [p.ids for p in prompts for _ in range(options.n)] if options.token_ids else None,
+        }
         if asked.chat:
-            return ChatFormat(
-                *head,
-                tokenizer=tokenizer,
-                top=options.logprobs,
-                outputs=options.n,
-                include_usage=options.include_usage,
-                voice=asked.voice,
-            )
-        echoes = [(p.text, p.ids) if asked.echo else None for p in asked.prompts for _ in range(options.n)]
-        return TextFormat(
-            *head, tokenizer=tokenizer, top=options.logprobs, echoes=echoes, include_usage=options.include_usage
-        )
+            return ChatFormat(*head, outputs=options.n, voice=asked.voice, **told)
+        echoes = [(p.text, p.ids) if asked.echo else None for p in prompts for _ in range(options.n)]
+        return TextFormat(*head, echoes=echoes, **told)
 
     def _call(self, uid: str, asks: list[Ask], options: Options, begun: float) -> Call:
         deadline = begun + self.request_timeout_s

@@ -52,16 +52,19 @@ class TextLogprobs:
         """Of output tokens; `base` is how much echoed text stands before them."""
         return self._lists([(t.token_id, t.logprob, base + t.offset) for t in tokens])
 
-    def prompt(self, ids: Sequence[int], logprobs: Sequence[Logprob]) -> dict[str, Any]:
-        """Of an echoed prompt. The first token has none; `logprobs` may leave it out."""
+    def prompt(self, text: str, ids: Sequence[int], logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        """Of an echoed prompt with that text. The first token has none; `logprobs` may leave it out."""
         missing = len(ids) - len(logprobs)
         offset = 0
-        stream = self._tokenizer.stream()
+        stream = self._tokenizer.stream(show_special=True)
         rows: list[tuple[int, Logprob | None, int]] = []
         for position, token_id in enumerate(ids):
             known = position > 0 and position >= missing
             rows.append((token_id, logprobs[position - missing] if known else None, offset))
-            offset += len(stream.push(token_id))
+            shown = stream.push(token_id)
+            # A BOS that the tokenizer put before the client's text is no part of it.
+            added = position == 0 and self._tokenizer.is_special(token_id) and not text.startswith(shown)
+            offset += 0 if added else len(shown)
         return self._lists(rows)
 
     def _lists(self, rows: Sequence[tuple[int, Logprob | None, int]]) -> dict[str, Any]:

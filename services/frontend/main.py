@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from pathlib import Path
 
 import uvloop
 from prometheus_client import ProcessCollector
@@ -14,6 +15,7 @@ from baton.model.card import load_model
 from baton.process import Process, run_process
 from baton.rpc.channel import Channels
 from baton.v1 import registry_pb2, worker_pb2
+from services.frontend.api_keys import ApiKeys
 from services.frontend.app import create_app
 from services.frontend.drain import Requests
 from services.frontend.frontend import Frontend
@@ -80,6 +82,8 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
         max_body_bytes=settings.max_body_bytes,
         created=int(time.time()),
         requests=requests,
+        api_keys=ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else None,
+        cors_origins=settings.origins,
     )
     server = make_server(create_app(frontend), settings.client_stall_s, metrics.slow_clients.inc)
     # What is here now stays: without it each full collection walks the vocabulary and holds up the loop.

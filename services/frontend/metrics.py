@@ -32,6 +32,7 @@ class FrontendMetrics:
 
         self.requests = counter("requests", "Requests by endpoint and how they ended.", "endpoint", "outcome")
         self.refused = counter("refused", "Requests refused before they were read, by the bound that was met.", "bound")
+        self.unauthorized = counter("unauthorized", "Requests without a valid API key.")
         self.bodies = counter("bodies", "Bodies read, by where: a thread, or the process for large ones.", "where")
         self.routes = counter("routes", "Finished requests by the mode they ran in.", "mode")
         self.fallbacks = counter("fallbacks", "Requests that did not run as first planned, by why and how.", "reason")
@@ -47,6 +48,7 @@ class FrontendMetrics:
         self.own_choices = counter("own_choices", "Requests placed without a router.")
         self.reports_dropped = counter("reports_dropped", "Outcomes that no router was told.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.chat_tokens = counter("chat_tokens", "Tokens of chat prompts, by how they were made.", "how")
         self.output_tokens = counter("output_tokens", "Tokens sent to clients.")
         self.kv_bytes = counter("kv_bytes", "KV bytes handed over for finished requests.")
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError, Reason
 from baton.kv.keys import block_keys
 from baton.model.card import Model
+from services.frontend.token_cache import TokenCache
+
+_HERE = "\ue000\ue001\ue000"
+"""Marks where a continued message stops, whatever a template puts after it."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens and the keys of its full blocks. `text` is the client's, or what its ids say."""
+    """A prompt's tokens and the keys of its full blocks. `text` is the client's, or what its ids say when it is echoed.
+
+    `reused` of its tokens were known from earlier chats.
+    """
 
     ids: Sequence[int]
     keys: tuple[bytes, ...]
     text: str
+    reused: int = field(default=0, compare=False)
 
 
 class Prompts:
@@ -27,6 +35,7 @@ class Prompts:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._root = model.key_root()
+        self.cache = TokenCache(model.tokenizer)
         vocabulary = range(model.tokenizer.vocab_size)
         self._longest_token = max((len(model.tokenizer.token_bytes(i)) for i in vocabulary), default=1)
 
@@ -36,43 +45,68 @@ class Prompts:
         variables: Mapping[str, Any],
         limit: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+        continue_final: bool = False,
+        add_special: bool = False,
     ) -> Prompt:
-        """The prompt of a conversation. Raises BatonError (template's refusal, too long)."""
-        text = self._model.template.render(messages, variables=variables, tools=tools)
-        return self._text(text, False, "messages", limit)
+        """The prompt of a conversation. `continue_final` ends it where the last message stops.
 
-    def text(self, text: str, limit: int) -> Prompt:
+        Raises BatonError (template's refusal, too long).
+        """
+        if continue_final:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _HERE}]
+        text = self._model.template.render(
+            messages, add_generation_prompt=generation_prompt, variables=variables, tools=tools
+        )
+        if continue_final:
+            text, found, _ = text.rpartition(_HERE)
+            if not found:
+                raise BatonError(
+                    Reason.INVALID_REQUEST,
+                    "This model's chat template does not show the last message as it is.",
+                    param="continue_final_message",
+                )
+        return self._text(text, add_special, "messages", limit, chat=True)
+
+    def text(self, text: str, limit: int, *, add_special: bool = True) -> Prompt:
         """The prompt of raw text, with the BOS the model expects. Raises BatonError (too long, empty)."""
-        return self._text(text, True, "prompt", limit)
+        return self._text(text, add_special, "prompt", limit)
 
-    def ids(self, ids: Sequence[int], limit: int) -> Prompt:
-        """A prompt that came as ids of the vocabulary. Raises BatonError (too long)."""
+    def ids(self, ids: Sequence[int], limit: int, *, spelled: bool) -> Prompt:
+        """A prompt that came as ids of the vocabulary; `spelled`: with its text. Raises BatonError (too long)."""
         if len(ids) >= limit:
             raise too_long(limit, len(ids), "prompt")
-        return self._made(ids, self._model.tokenizer.decode(ids, skip_special=False))
+        return self._made(ids, self._model.tokenizer.spell(ids) if spelled else "", 0)
 
     def extended(self, prompt: Prompt, emitted: Sequence[int]) -> tuple[bytes, ...]:
         """Block keys of the prompt together with output that a resume counts as prompt."""
         return tuple(block_keys(self._root, [*prompt.ids, *emitted])) if emitted else prompt.keys
 
-    def _text(self, text: str, add_special: bool, param: str, limit: int) -> Prompt:
+    def _text(self, text: str, add_special: bool, param: str, limit: int, *, chat: bool = False) -> Prompt:
         # No token is longer than the longest: a text of more bytes needs no tokenising to be refused.
         least = len(text.encode()) // self._longest_token
         if least > limit:
             raise too_long(limit, least, param, at_least=True)
-        ids = self._model.tokenizer.encode(text, add_special=add_special)
+        ids: Sequence[int]
+        if chat and not add_special:
+            ids, reused = self.cache.encode(text)
+        else:
+            ids, reused = self._model.tokenizer.encode(text, add_special=add_special), 0
         if not ids:
             raise BatonError(Reason.INVALID_REQUEST, "The prompt is empty.", param=param)
         if len(ids) >= limit:
             raise too_long(limit, len(ids), param)
-        return self._made(ids, text)
+        return self._made(ids, text, reused)
 
-    def _made(self, ids: Sequence[int], text: str) -> Prompt:
-        return Prompt(array("I", ids), tuple(block_keys(self._root, ids)), text)
+    def _made(self, ids: Sequence[int], text: str, reused: int) -> Prompt:
+        return Prompt(array("I", ids), tuple(block_keys(self._root, ids)), text, reused)
 
 
-def too_long(limit: int, tokens: int, param: str, *, completion: int = 0, at_least: bool = False) -> BatonError:
-    """CONTEXT_LENGTH_EXCEEDED in the words that OpenAI's clients know."""
+def too_long(
+    limit: int, tokens: int, param: str, *, completion: int = 0, at_least: bool = False, blamed: str = ""
+) -> BatonError:
+    """CONTEXT_LENGTH_EXCEEDED in the words that OpenAI's clients know. `blamed`: the field at fault, if not `param`."""
     about = "at least " if at_least else ""
     asked = f"{about}{tokens + completion} tokens ({about}{tokens} in the {param}, {completion} in the completion)"
     if not completion:
@@ -80,6 +114,6 @@ def too_long(limit: int, tokens: int, param: str, *, completion: int = 0, at_lea
     return BatonError(
         Reason.CONTEXT_LENGTH_EXCEEDED,
         f"This model's maximum context length is {limit} tokens. However, you requested {asked}. "
-        f"Please reduce the length of the {param}.",
-        param=param,
+        f"Please reduce {blamed or f'the length of the {param}'}.",
+        param=blamed or param,
     )

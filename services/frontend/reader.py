@@ -61,12 +61,19 @@ class BodyReader:
         self._waiting[where] += 1
         self._metrics.bodies.labels(where).inc()
         try:
-            if where == "process":
-                return await self._process.read(body, chat=chat, limit=limit)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, lambda: self.reading.read(body, chat=chat, limit=limit))
+            asked = await self._read(where, body, chat, limit)
+            for prompt in asked.prompts if asked.chat else ():
+                self._metrics.chat_tokens.labels("reused").inc(prompt.reused)
+                self._metrics.chat_tokens.labels("tokenised").inc(len(prompt.ids) - prompt.reused)
+            return asked
         finally:
             self._waiting[where] -= 1
+
+    async def _read(self, where: str, body: bytes | bytearray, chat: bool | None, limit: int) -> Asked:
+        if where == "process":
+            return await self._process.read(body, chat=chat, limit=limit)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: self.reading.read(body, chat=chat, limit=limit))
 
     async def close(self) -> None:
         """Stop; bodies that wait are dropped."""

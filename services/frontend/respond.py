@@ -45,6 +45,7 @@ class Prepared:
     format: Format
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ class CompletionResponse(Response):
         ended = 0
         while True:
             events: list[bytes] = []
+            if prepared.continuous_usage:
+                format.so_far(call.usage())
             for index, piece, prompt_logprobs in pieces:
                 # An echoed prompt's log probabilities are as many as it has tokens: not on the loop.
                 write = asyncio.to_thread if prompt_logprobs else _at_once

@@ -23,7 +23,9 @@ def output_budget(options: Options, prompt_tokens: int, context_length: int, def
     if wish is None:
         return room if default is None else min(default, room)
     if wish > room:
-        raise too_long(context_length, prompt_tokens, param, completion=wish)
+        # A wish that no prompt leaves room for is at fault itself.
+        blamed = options.budget if wish >= context_length else param
+        raise too_long(context_length, prompt_tokens, param, completion=wish, blamed=blamed)
     return wish
 
 

@@ -1,21 +1,21 @@
 """Requests as clients send them: checked by hand, field by field, so that each refusal names its field.
 
-Unknown fields are ignored. What would change the answer and is not built yet (suffix, images) is refused rather than
-ignored.
+Unknown fields are ignored. What would change the answer and is not done here is refused rather than ignored.
+`docs/api.md` has every field; a test holds it against what is read here.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from services.frontend.errors import invalid
+from services.frontend.fields import Fields
+from services.frontend.messages import read_messages
 from services.frontend.structure import Structure, read_structure
-from services.frontend.toolmessages import read_calls
 from services.frontend.tools import Tools, read_tools
 
 MAX_CHOICES = 128
@@ -23,7 +23,11 @@ MAX_OUTPUTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_IN_CHAT = ("audio", "web_search_options", "echo", "documents", "chat_template")
+_NEVER = (
+    "use_beam_search", "prompt_logprobs", "allowed_token_ids", "bad_words", "logits_processors",
+    "truncate_prompt_tokens", "return_tokens_as_token_ids", "cache_salt",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,17 @@ class Options:
     stop_token_ids: tuple[int, ...]
     logprobs: int | None
     """Most likely tokens to tell beside each sampled one; None: no log probabilities at all."""
+    continuous_usage: bool = False
+    """Every chunk tells the usage so far."""
+    include_stop: bool = False
+    """The stop string that ended an output is part of its text."""
+    show_special: bool = False
+    """Control tokens are text."""
+    token_ids: bool = False
+    """Token ids of the prompt and of what is generated are told."""
     structure: Structure | None = None
+    budget: str = "max_tokens"
+    """The field that `max_tokens` came from."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,11 @@ class ChatBody:
     options: Options
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
+    generation_prompt: bool = True
+    """The template opens the assistant's answer."""
+    continue_final: bool = False
+    """The answer goes on where the last message stops."""
+    add_special: bool = False
     tools: Tools | None = None
 
 
@@ -70,64 +89,8 @@ class CompletionBody:
     options: Options
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool
-
-
-class _Fields:
-    """Typed reading of a JSON object. A null counts as absent. Raises BatonError naming the field."""
-
-    def __init__(self, raw: Mapping[str, Any], vocab_size: int) -> None:
-        self.raw = raw
-        self.vocab_size = vocab_size
-
-    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise invalid(f"'{name}' must be a number.", name)
-        if not low <= value <= high or (above and value == low):
-            raise invalid(f"'{name}' must be {'above' if above else 'at least'} {low:g} and at most {high:g}.", name)
-        return float(value)
-
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise invalid(f"'{name}' must be an integer.", name)
-        if not low <= value <= high:
-            raise invalid(f"'{name}' must be at least {low} and at most {high}.", name)
-        return value
-
-    def boolean(self, name: str) -> bool:
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise invalid(f"'{name}' must be true or false.", name)
-        return bool(value)
-
-    def object(self, name: str) -> Mapping[str, Any]:
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise invalid(f"'{name}' must be an object.", name)
-        return value or {}
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self.raw.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list):
-            raise invalid(f"'{name}' must be a list of token ids.", name)
-        return tuple(self.token_id(item, name) for item in value)
-
-    def token_id(self, value: Any, name: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.vocab_size:
-            raise invalid(f"'{name}' has a token id that is not between 0 and {self.vocab_size - 1}.", name)
-        return value
-
-    def refuse(self, name: str, harmless: Sequence[Any] = ()) -> None:
-        value = self.raw.get(name)
-        if value is not None and value not in ([], {}, "", False) and value not in harmless:
-            raise invalid(f"'{name}' is not supported by this server yet.", name)
+    add_special: bool = True
+    """Raw text gets what the model expects around it (a BOS)."""
 
 
 def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
@@ -151,8 +114,8 @@ def model_of(raw: Mapping[str, Any]) -> str:
 
 def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
     """Check a chat request. Raises BatonError(INVALID_REQUEST) with the field at fault."""
-    fields = _Fields(raw, vocab_size)
-    for name in ("functions", "audio"):
+    fields = Fields(raw, vocab_size)
+    for name in ("functions", *_NOT_IN_CHAT):
         fields.refuse(name)
     fields.refuse("function_call", ("none", "auto"))
     fields.refuse("modalities", (["text"],))
@@ -160,49 +123,65 @@ def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
     wanted = fields.boolean("logprobs")
     if top is not None and not wanted:
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    options = _options(fields, logprobs=(top or 0) if wanted else None, least_tokens=1)
-    return ChatBody(options, _messages(raw.get("messages")), fields.object("chat_template_kwargs"), read_tools(raw))
+    messages = read_messages(raw.get("messages"))
+    continue_final = fields.boolean("continue_final_message")
+    generation_prompt = fields.boolean("add_generation_prompt", default=not continue_final)
+    if continue_final and generation_prompt:
+        raise invalid("'continue_final_message' excludes 'add_generation_prompt'.", "continue_final_message")
+    if continue_final and messages[-1]["role"] != "assistant":
+        raise invalid("'continue_final_message' needs a last message of the assistant.", "continue_final_message")
+    return ChatBody(
+        _options(fields, logprobs=(top or 0) if wanted else None, least_tokens=1),
+        messages,
+        fields.object("chat_template_kwargs"),
+        generation_prompt,
+        continue_final,
+        fields.boolean("add_special_tokens"),
+        read_tools(raw),
+    )
 
 
 def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
     """Check a completions request. Raises BatonError(INVALID_REQUEST) with the field at fault."""
-    fields = _Fields(raw, vocab_size)
-    fields.refuse("suffix")
+    fields = Fields(raw, vocab_size)
+    fields.refuse("suffix", why="is not supported: the model continues a text and cannot fill a gap in it")
+    fields.refuse("prompt_embeds")
     options = _options(fields, logprobs=fields.integer("logprobs", 0, 20), least_tokens=0)
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     if best_of is not None and best_of != options.n:
-        raise invalid("'best_of' other than 'n' is not supported by this server yet.", "best_of")
+        raise invalid("'best_of' other than 'n' is not supported; ask for 'n' outputs and choose.", "best_of")
     echo = fields.boolean("echo")
     if options.max_tokens == 0 and not echo:
         raise invalid("'max_tokens' must be at least 1 without 'echo'.", "max_tokens")
     prompts = _prompts(fields)
     if len(prompts) * options.n > MAX_OUTPUTS:
         raise invalid(f"{len(prompts)} prompts with n={options.n} are more than {MAX_OUTPUTS} outputs.", "prompt")
-    return CompletionBody(options, prompts, echo)
+    return CompletionBody(options, prompts, echo, fields.boolean("add_special_tokens", default=True))
 
 
-def _options(fields: _Fields, *, logprobs: int | None, least_tokens: int) -> Options:
-    fields.refuse("use_beam_search")
+def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Options:
+    for name in _NEVER:
+        fields.refuse(name)
     huge = (1 << 63) - 1
     stream = fields.boolean("stream")
     usage = fields.object("stream_options")
     if usage and not stream:
         raise invalid("'stream_options' needs 'stream' to be true.", "stream_options")
-    include_usage = usage.get("include_usage")
-    if include_usage is not None and not isinstance(include_usage, bool):
-        raise invalid("'stream_options.include_usage' must be true or false.", "stream_options.include_usage")
+    include_usage = _usage_wish(usage, "include_usage")
+    continuous_usage = _usage_wish(usage, "continuous_usage_stats") and include_usage
     max_tokens = fields.integer("max_tokens", least_tokens, huge)
     max_completion = fields.integer("max_completion_tokens", least_tokens, huge)
+    budget = "max_tokens"
     if max_completion is not None:
-        max_tokens = max_completion
+        max_tokens, budget = max_completion, "max_completion_tokens"
     min_tokens = fields.integer("min_tokens", 0, (1 << 31) - 1) or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise invalid("'min_tokens' must not be more than 'max_tokens'.", "min_tokens")
+        raise invalid(f"'min_tokens' must not be more than '{budget}'.", "min_tokens")
     top_k = fields.integer("top_k", -1, (1 << 31) - 1)
     return Options(
         model=model_of(fields.raw),
         stream=stream,
-        include_usage=bool(include_usage),
+        include_usage=include_usage,
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
         max_tokens=max_tokens,
         seed=fields.integer("seed", -(1 << 63), huge),
@@ -219,8 +198,20 @@ def _options(fields: _Fields, *, logprobs: int | None, least_tokens: int) -> Opt
         stop=_stop(fields.raw.get("stop")),
         stop_token_ids=_stop_ids(fields),
         logprobs=logprobs,
+        continuous_usage=continuous_usage,
+        include_stop=fields.boolean("include_stop_str_in_output"),
+        show_special=not fields.boolean("skip_special_tokens", default=True),
+        token_ids=fields.boolean("return_token_ids"),
         structure=read_structure(fields.raw),
+        budget=budget,
     )
+
+
+def _usage_wish(options: Mapping[str, Any], name: str) -> bool:
+    value = options.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(f"'stream_options.{name}' must be true or false.", f"stream_options.{name}")
+    return bool(value)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
@@ -232,14 +223,14 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def _stop_ids(fields: _Fields) -> tuple[int, ...]:
+def _stop_ids(fields: Fields) -> tuple[int, ...]:
     ids = fields.token_ids("stop_token_ids")
     if len(ids) > MAX_STOP_IDS:
         raise invalid(f"'stop_token_ids' takes up to {MAX_STOP_IDS} ids.", "stop_token_ids")
     return ids
 
 
-def _logit_bias(fields: _Fields) -> dict[int, float]:
+def _logit_bias(fields: Fields) -> dict[int, float]:
     out: dict[int, float] = {}
     for key, value in fields.object("logit_bias").items():
         digits = key.isascii() and key.isdigit() and len(key) <= 10
@@ -250,47 +241,7 @@ def _logit_bias(fields: _Fields) -> dict[int, float]:
     return out
 
 
-def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise invalid("'messages' must be a list with at least one message.", "messages")
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(value))
-
-
-def _message(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise invalid(f"'{where}' must be an object.", where)
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise invalid(f"'{where}.role' must be one of {', '.join(_ROLES)}.", f"{where}.role")
-    if "content" not in value and role != "assistant":
-        raise invalid(f"'{where}.content' is missing.", f"{where}.content")
-    message = {"role": "system" if role == "developer" else role, "content": _content(value.get("content"), where)}
-    if isinstance(value.get("name"), str):
-        message["name"] = value["name"]
-    return message | read_calls(value, where)
-
-
-def _content(value: Any, where: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise invalid(f"'{where}.content' must be a string or a list of parts.", f"{where}.content")
-    return "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(value))
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
-        raise invalid(f"'{where}' must be an object with a 'type'.", where)
-    if kind not in ("text", "refusal"):
-        raise invalid(f"Content of type '{kind[:40]}' is not supported by this model.", where)
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise invalid(f"'{where}.{kind}' must be a string.", f"{where}.{kind}")
-    return text
-
-
-def _prompts(fields: _Fields) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     value = fields.raw.get("prompt")
     if isinstance(value, str):
         return (value,)

@@ -35,3 +35,10 @@ class FrontendSettings(ServiceSettings):
     )
     max_requests: int = Field(1024, gt=0, description="requests under way at once; more are refused with 429")
     max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused")
+    api_keys_file: str = Field("", description="one API key a line; empty: no key is asked for")
+    cors_origins: str = Field("", description="web origins that may ask, comma separated; * = all; empty: none")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The web origins one by one."""
+        return tuple(origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip())

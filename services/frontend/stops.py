@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The filter for one output. After a stop was found, nothing more comes out."""
+    """The filter for one output. After a stop was found, nothing more comes out. `include`: the stop itself is text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.stopped = False
@@ -41,13 +42,13 @@ class StopStrings:
         return held
 
     def _find(self, buffer: str) -> int | None:
-        """Where to cut: the start of the stop string that is complete first."""
+        """Where to cut: the start (or end) of the stop string that is complete first."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
             start = buffer.find(stop)
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
-        return None if best is None else best[1]
+        return None if best is None else best[0 if self._include else 1]
 
     def _possible(self, buffer: str) -> int:
         """The length of the longest suffix with which a stop string begins."""

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from baton.model.card import Model
 from baton.v1.worker_pb2 import Logprob
-from services.frontend.detokenise import ChoiceText, Piece
+from services.frontend.detokenise import ChoiceText, Piece, Show
 
 
 def _choice(model: Model, **changes: object) -> ChoiceText:
@@ -82,3 +82,31 @@ def test_logprobs_are_those_of_the_shown_text(model: Model, words: list[str], da
     assert [t.token_id for t in tokens] == ids[: len(tokens)]
     if choice.finish != "stop":
         assert spelled.decode() == text
+
+
+def test_what_a_client_wants_to_see(model: Model) -> None:
+    ids = model.tokenizer.encode("one END two", add_special=False)
+    assert _choice(model, show=Show(special=True)).push([1, *ids], (), "length").text == "<|im_start|>one END two"
+    assert _choice(model, stops=("END",), show=Show(stop=True)).push(ids, (), "").text == "one END"
+    told = _choice(model, show=Show(ids=True)).push([*ids, 2], (), "stop")
+    assert (told.text, list(told.ids)) == ("one END two", [*ids, 2])
+
+
+def test_token_ids_are_those_that_usage_counts(model: Model) -> None:
+    ids = model.tokenizer.encode("one END two", add_special=False)
+    choice = _choice(model, stops=("END",), show=Show(ids=True))
+    piece = choice.push(ids, (), "")
+    assert piece.finish == "stop"
+    assert list(piece.ids) == ids[: choice.tokens] != ids
+    choice = _choice(model, max_tokens=2, show=Show(ids=True))
+    assert [list(choice.push([i], (), "").ids) for i in ids] == [[ids[0]], [ids[1]], *[[]] * (len(ids) - 2)]
+
+
+@given(st.lists(st.integers(0, 300) | st.integers(0, 49151), max_size=40), st.integers(1, 4))
+def test_no_output_has_a_replacement_character(model: Model, ids: list[int], size: int) -> None:
+    choice = _choice(model, stops=("zz",))
+    pieces = [choice.push(ids[at : at + size], (), "") for at in range(0, len(ids), size)]
+    text = "".join(p.text for p in [*pieces, choice.push([], (), "length")])
+    said = b"".join(model.tokenizer.token_bytes(i) for i in ids if not model.tokenizer.is_special(i))
+    if "zz" not in said.decode(errors="ignore"):
+        assert text == said.decode(errors="ignore")

@@ -56,12 +56,63 @@ def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        ({"messages": [{"role": "tool", "tool_call_id": 1, "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "x"}]}]}, "messages[0].tool_calls[0].type"),
+        ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call.name"),
+        *(
+            ({"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]}, "messages[0].content[0]")
+            for kind in ("input_audio", "file", "video_url", "image")
+        ),
+        *(
+            ({name: huge}, name)
+            for name in (
+                "max_tokens",
+                "max_completion_tokens",
+                "min_tokens",
+                "n",
+                "seed",
+                "top_k",
+                "temperature",
+                "top_p",
+                "min_p",
+                "presence_penalty",
+                "frequency_penalty",
+                "repetition_penalty",
+            )
+            for huge in (2**70, float(2**70), -(2**70), float("inf"), float("nan"))
+        ),
+        ({"top_logprobs": 2**70, "logprobs": True}, "top_logprobs"),
+        ({"logit_bias": {"5": 2**70}}, "logit_bias"),
+        ({"stop_token_ids": [2**70]}, "stop_token_ids"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"echo": True}, "echo"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"web_search_options": {"user_location": {}}}, "web_search_options"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"cache_salt": "x"}, "cache_salt"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
@@ -140,6 +191,10 @@ def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["x"] * 100, "n": 100}, "prompt"),
         ({"suffix": "x"}, "suffix"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"add_special_tokens": "no"}, "add_special_tokens"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
@@ -185,6 +240,52 @@ def test_what_clients_send_is_taken() -> None:
     assert body.options.logprobs == 0
 
 
+def test_roles_and_tool_messages_become_what_templates_expect() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    broken = {"id": "c2", "function": {"name": "g", "arguments": "{x"}}
+    body = _chat(
+        messages=[
+            {"role": "user", "content": "hi", "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [call, broken]},
+            {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "c1"},
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}},
+            {"role": "function", "name": "f", "content": None},
+        ],
+    )
+    assert body.messages == (
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}},
+                {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{x"}},
+            ],
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+        },
+        {"role": "function", "content": "", "name": "f"},
+    )
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    options = _chat(max_tokens=5.0, seed=-7.0, n=2.0).options
+    assert (options.max_tokens, options.seed, options.n) == (5, -7, 2)
+    assert isinstance(options.max_tokens, int)
+
+
+def test_the_template_is_told_where_the_answer_begins() -> None:
+    last: list[Any] = [*HI, {"role": "assistant", "content": "so"}]
+    assert (_chat().generation_prompt, _chat().continue_final) == (True, False)
+    assert not _chat(add_generation_prompt=False).generation_prompt
+    body = _chat(messages=last, continue_final_message=True)
+    assert (body.generation_prompt, body.continue_final) == (False, True)
+
+
 def test_prompts_in_every_shape() -> None:
     assert _completion(prompt="a").prompts == ("a",)
     assert _completion(prompt=["a", "b"]).prompts == ("a", "b")
@@ -201,7 +302,7 @@ _json = st.recursive(
 _FIELDS = [
     "model", "messages", "prompt", "temperature", "top_p", "top_k", "n", "stop", "seed", "logit_bias", "max_tokens",
     "logprobs", "top_logprobs", "stream", "stream_options", "response_format", "tools", "min_tokens", "echo",
-    "stop_token_ids", "suffix", "best_of", "chat_template_kwargs",
+    "stop_token_ids", "suffix", "best_of", "chat_template_kwargs", "continue_final_message", "skip_special_tokens",
 ]  # fmt: skip
 
 

@@ -54,3 +54,17 @@ def test_over_an_edge_and_a_near_miss() -> None:
     assert filter.push("N") == ""
     assert filter.push("ENDy") == "EN"
     assert filter.stopped
+
+
+@given(st.text(alphabet="ab", max_size=20), st.lists(st.integers(1, 4), max_size=20))
+def test_a_stop_string_that_is_wanted_is_the_end_of_the_text(text: str, sizes: list[int]) -> None:
+    hidden, shown = StopStrings(["aab", "bb"]), StopStrings(["aab", "bb"], include=True)
+    out = ["", ""]
+    for size in [*sizes, len(text) + 1]:
+        piece, text = text[:size], text[size:]
+        out = [out[0] + hidden.push(piece), out[1] + shown.push(piece)]
+    assert hidden.stopped == shown.stopped
+    if shown.stopped:
+        assert out[1] in (out[0] + "aab", out[0] + "bb")
+    else:
+        assert out[0] + hidden.flush() == out[1] + shown.flush()

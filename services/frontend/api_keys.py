@@ -1,0 +1,113 @@
+"""API keys: who may ask. A file with one key a line (`sk-...`; blank lines and lines that begin with # aside).
+
+The file is looked at again once a second while requests come, so a key is added or taken away without a restart. When
+it cannot be read, or has no key, the keys of before stay: a slip of the pen neither opens the server nor shuts it.
+Only digests are kept, and every known one is compared in constant time: how long it takes says nothing about a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from pathlib import Path
+
+import structlog
+from prometheus_client import Counter
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.errors import BatonError, Reason
+from services.frontend.errors import error_response
+
+RECHECK_S = 1.0
+MAX_FILE_BYTES = 1 << 20
+
+_log = structlog.get_logger()
+
+
+class ApiKeys:
+    """The keys in a file. Raises BatonError(INVALID_REQUEST) when there are none at the start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._secret = secrets.token_bytes(32)
+        self._known: tuple[bytes, ...] = ()
+        self._seen = self._look()
+        self._looked = time.monotonic()
+        try:
+            self._known = self._read()
+        except (OSError, ValueError) as error:
+            raise BatonError(Reason.INVALID_REQUEST, f"--api-keys-file {path}: {error}") from error
+
+    def check(self, authorization: str | None) -> None:
+        """Raises BatonError(UNAUTHORIZED) unless the header `Authorization: Bearer KEY` has a key that is known."""
+        self._follow()
+        scheme, _, key = (authorization or "").strip().partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise BatonError(
+                Reason.UNAUTHORIZED, "You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'."
+            )
+        digest = self._digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._known]
+        if not any(matches):
+            raise BatonError(Reason.UNAUTHORIZED, "Incorrect API key provided.")
+
+    def _follow(self) -> None:
+        """Take the file's keys when it has changed."""
+        now = time.monotonic()
+        if now - self._looked < RECHECK_S:
+            return
+        self._looked = now
+        seen = self._look()
+        if seen is None or seen == self._seen:
+            return
+        try:
+            self._known = self._read()
+            _log.info("API keys read again", keys=len(self._known))
+        except (OSError, ValueError) as error:
+            _log.error("API keys not read: those of before stay", error=str(error))
+        self._seen = seen
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """What changes with the file; None while it is not there (it is being replaced, or lost)."""
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _read(self) -> tuple[bytes, ...]:
+        with self._path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"the file is larger than {MAX_FILE_BYTES} bytes")
+        lines = (line.strip() for line in data.decode().splitlines())
+        keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+        if not keys:
+            raise ValueError("the file has no key")
+        return tuple(self._digest(key) for key in keys)
+
+    def _digest(self, key: str) -> bytes:
+        return hashlib.blake2b(key.encode(), key=self._secret, digest_size=32).digest()
+
+
+class RequireKey:
+    """ASGI middleware: what is under /v1/ needs a key; health, readiness, metrics and the API's description do not."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, refused: Counter) -> None:
+        self._app = app
+        self._keys = keys
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or refuse before anything is read."""
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            given = dict(scope["headers"]).get(b"authorization")
+            try:
+                self._keys.check(None if given is None else given.decode("latin-1"))
+            except BatonError as error:
+                self._refused.inc()
+                await error_response(error, {"www-authenticate": 'Bearer realm="baton"'})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

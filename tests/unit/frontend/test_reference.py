@@ -1,0 +1,82 @@
+"""`docs/api.md`, the OpenAPI description and what the parsers read are one and the same list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import BatonError
+from services.frontend.app import create_app
+from services.frontend.openapi import describe
+from services.frontend.reference import CHAT, COMPLETIONS, ENDPOINTS, FIELDS, fields, tables
+from services.frontend.schema import parse_chat, parse_completion
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
+HI = [{"role": "user", "content": "hi"}]
+GOOD: dict[str, dict[str, Any]] = {CHAT: {"model": "m", "messages": HI}, COMPLETIONS: {"model": "m", "prompt": "p"}}
+
+
+class Noted(dict[str, Any]):
+    """A body that remembers which fields were looked at."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__(body)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def parse(path: str, body: dict[str, Any]) -> Any:
+    return (parse_chat if path == CHAT else parse_completion)(body, 1000)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_every_field_that_is_read_is_in_the_table_and_the_other_way(path: str) -> None:
+    body = Noted(GOOD[path])
+    parse(path, body)
+    assert body.read == {field.name for field in fields(path) if field.status != "ignored"}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
+    for field in fields(path):
+        for value in ("x", ["x"], {"x": "y"}, True, 7):
+            body = GOOD[path] | {field.name: value}
+            if field.status == "refused":
+                with pytest.raises(BatonError) as caught:
+                    parse(path, body)
+                assert caught.value.param == field.name
+            elif field.status == "ignored":
+                assert parse(path, body) == parse(path, GOOD[path])
+        if field.status == "refused":
+            for value in (None, False, "", [], {}):
+                assert parse(path, GOOD[path] | {field.name: value}) == parse(path, GOOD[path])
+
+
+def test_a_field_is_listed_once_for_each_endpoint() -> None:
+    listed = [(field.name, path) for field in FIELDS for path in field.where]
+    assert len(set(listed)) == len(listed)
+    assert all((field.schema is not None) == (field.status == "works") for field in FIELDS)
+
+
+def test_the_document_has_the_tables() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    begin, end = text.index("<!-- tables: begin"), text.index("<!-- tables: end")
+    shown = text[begin:end].partition("-->\n")[2]
+    assert shown == tables(), "run `python -m services.frontend.reference` and put its output into docs/api.md"
+
+
+def test_every_route_is_described() -> None:
+    frontend: Any = type("F", (), {"model": type("M", (), {"name": "m"}), "api_keys": None, "cors_origins": (),
+                                   "requests": None})()  # fmt: skip
+    routes = {
+        (method, route.path.replace("{model:path}", "{model}"))
+        for route in create_app(frontend).routes
+        for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+    }
+    described = {(m.upper(), path) for path, methods in describe("m", keys=False)["paths"].items() for m in methods}
+    assert routes == described == {(one.method, one.path) for one in ENDPOINTS}
