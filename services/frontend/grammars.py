@@ -24,6 +24,11 @@ class GrammarCheck:
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
 
+    def warm(self) -> None:
+        """Build the vocabulary: it holds the interpreter's lock for 0.2 s, which streams would wait for."""
+        if self._vocabulary.eos_ids:
+            self._vocabulary.built()
+
     def check(self, grammar: Grammar, param: str, what: str = "the grammar") -> None:
         """Raises BatonError(INVALID_REQUEST, `param`) in the compiler's words."""
         digest = hashlib.blake2b(f"{grammar.kind}\0{grammar.text}".encode(), digest_size=16).digest()

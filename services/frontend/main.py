@@ -57,6 +57,7 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     readiness = Readiness(model.name, registry, workers, routers, router, sessions, card, fallback)
     bodies = BodyReader(model, metrics, settings.tool_parser, settings.reasoning_parser)
     process.closing(bodies.close)
+    bodies.reading.voices.grammars.warm()
     backend = Backend(
         card=model.card,
         key_root=model.key_root(),

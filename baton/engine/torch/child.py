@@ -44,7 +44,7 @@ from baton.kv.arena import Arena
 from baton.kv.handle import checksum
 from baton.kv.keys import BLOCK_SIZE
 from baton.kv.layout import LayoutFingerprint
-from baton.model.files import open_model
+from baton.model.errors import ModelError
 from baton.model.identity import weights_identity
 from baton.model.tokenizer import load_tokenizer
 
@@ -120,11 +120,15 @@ class EngineProcess:
         )
 
     def _grammars(self, options: Options, config: ModelConfig) -> Grammars | None:
-        """None: the model came without a tokenizer, or has no end of text to end an output with."""
-        files = open_model(options.model)
-        if not config.eos_token_ids or not (files.gguf or (files.path / "tokenizer.json").is_file()):
+        """None: the model came without a tokenizer that we can read, or has no end of text to end an output with."""
+        if not config.eos_token_ids:
             return None
-        vocabulary = Vocabulary(lambda: load_tokenizer(files), config.vocab, config.eos_token_ids)
+        vocabulary = Vocabulary(lambda: load_tokenizer(options.model), config.vocab, config.eos_token_ids)
+        try:
+            vocabulary.built()  # now: it holds the interpreter's lock for 0.2 s, which some step would wait for
+        except (ModelError, ValueError) as error:
+            print(f"no grammars: {error}", file=sys.stderr)
+            return None
         return Grammars(vocabulary.compile, self._grammar_done)
 
     def _grammar_done(self) -> None:
