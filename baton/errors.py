@@ -40,6 +40,7 @@ class Reason(Enum):
 
     INVALID_REQUEST = _spec(_S.INVALID_ARGUMENT, 400, "invalid_request_error", "invalid_value")
     CONTEXT_LENGTH_EXCEEDED = _spec(_S.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded")
+    GRAMMAR_UNSUPPORTED = _spec(_S.INVALID_ARGUMENT, 400, "invalid_request_error", "unsupported_value")
     UNAUTHORIZED = _spec(_S.UNAUTHENTICATED, 401, "invalid_request_error", "invalid_api_key")
     MODEL_NOT_FOUND = _spec(_S.NOT_FOUND, 404, "invalid_request_error", "model_not_found")
     NOT_FOUND = _spec(_S.NOT_FOUND, 404, "invalid_request_error", "not_found")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from baton.engine.port import Request
+from baton.engine.port import GrammarKind, Request
 from baton.errors import BatonError, Reason
 
 MAX_CHOICES = 128
@@ -32,10 +32,11 @@ class Limits:
     max_context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    grammars: tuple[GrammarKind, ...] = ()
 
 
 def validate(request: Request, prompt: list[int], limits: Limits) -> None:
-    """Raises BatonError(INVALID_REQUEST | CONTEXT_LENGTH_EXCEEDED) that names the field at fault.
+    """Raises BatonError(INVALID_REQUEST | CONTEXT_LENGTH_EXCEEDED | GRAMMAR_UNSUPPORTED) that names the field at fault.
 
     `prompt` is the request's prompt and emitted ids.
     """
@@ -64,6 +65,9 @@ def validate(request: Request, prompt: list[int], limits: Limits) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > MAX_LOGPROBS:
             raise BatonError(Reason.INVALID_REQUEST, f"{name} must be at most {MAX_LOGPROBS}", param=name)
+    if params.grammar is not None and params.grammar.kind not in limits.grammars:
+        message = f"no grammars of kind {params.grammar.kind} are followed here"
+        raise BatonError(Reason.GRAMMAR_UNSUPPORTED, message, param="grammar")
     if len(prompt) + 1 > limits.max_context:
         raise BatonError(
             Reason.CONTEXT_LENGTH_EXCEEDED,

@@ -6,9 +6,10 @@ whom a request would ask too much of. The names are those of the API's fields.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
-from baton.engine.port import SamplingParams
+from baton.engine.port import GrammarKind, SamplingParams
 
 LOGPROBS: Final = "logprobs"
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
@@ -20,6 +21,9 @@ PRESENCE_PENALTY: Final = "presence_penalty"
 MIN_TOKENS: Final = "min_tokens"
 STOP_TOKEN_IDS: Final = "stop_token_ids"
 IGNORE_EOS: Final = "ignore_eos"
+GRAMMAR: Final = "grammar:"
+"""And a kind: an output that follows a grammar of it."""
+GRAMMARS: Final = {kind: f"{GRAMMAR}{kind.value}" for kind in GrammarKind}
 
 ALL: Final = frozenset(
     {
@@ -33,6 +37,7 @@ ALL: Final = frozenset(
         MIN_TOKENS,
         STOP_TOKEN_IDS,
         IGNORE_EOS,
+        *GRAMMARS.values(),
     }
 )
 
@@ -53,4 +58,10 @@ def needs(sampling: SamplingParams) -> frozenset[str]:
         STOP_TOKEN_IDS: bool(sampling.stop_token_ids),
         IGNORE_EOS: sampling.ignore_eos,
     }
-    return frozenset(name for name, wanted in asked.items() if wanted)
+    found = {name for name, wanted in asked.items() if wanted}
+    return frozenset(found | {GRAMMARS[sampling.grammar.kind]} if sampling.grammar is not None else found)
+
+
+def lacked_grammars(followed: Collection[GrammarKind]) -> frozenset[str]:
+    """What an engine lacks that only follows grammars of those kinds."""
+    return frozenset(name for kind, name in GRAMMARS.items() if kind not in followed)

@@ -42,6 +42,36 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class GrammarKind(StrEnum):
+    """The languages a grammar may be written in. An engine says in its spec which of them it follows."""
+
+    JSON = "json"
+    """A JSON schema: the output is one JSON value of it."""
+    REGEX = "regex"
+    """A regular expression that matches the whole output."""
+    CHOICE = "choice"
+    """A JSON list of strings: the output is one of them."""
+    GRAMMAR = "grammar"
+    """A context-free grammar in the syntax of Lark or GBNF."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the output must look like, as data: every worker compiles it for itself.
+
+    Its state is a function of the output tokens alone, so any worker goes on where another one stopped.
+    """
+
+    kind: GrammarKind
+    text: str
+    after: str = ""
+    """The output begins with free text up to and including this, and what follows is under the grammar: a thought's
+    closing mark. "": all of it is."""
+    opening: str = ""
+    """With `after`: the free text begins with this token's text; an output that does not is under the grammar from its
+    first token. "": there is always free text."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is drawn. Neutral values leave the distribution alone.
@@ -50,7 +80,9 @@ class SamplingParams:
     (seed, choice, output index) only, so a resumed stream draws what the first would have drawn.
     Penalties: `presence` and `frequency` are over output tokens (OpenAI), `repetition` over prompt and output (HF).
     `logprobs`: None = not wanted, k = the sampled token's and the k most likely ones', from the unmodified
-    distribution. `max_tokens` counts emitted tokens as well.
+    distribution. `max_tokens` counts emitted tokens as well. `grammar` masks what penalties and biases have left, for
+    every output token; an end of text is drawn only where it may end, also with `ignore_eos` or before `min_tokens`
+    when nothing else can follow.
     """
 
     max_tokens: int
@@ -68,6 +100,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

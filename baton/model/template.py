@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -58,6 +59,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
         try:
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(text))
+            """Whether it writes the tools that it is given."""
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
@@ -68,6 +71,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a conversation. A null or missing content reads as "".
 
@@ -83,7 +87,7 @@ class ChatTemplate:
             **(variables or {}),
             **self._tokens,
             "messages": conversation,
-            "tools": None,
+            "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

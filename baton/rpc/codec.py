@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from baton.engine.port import (
     FinishReason,
     FirstToken,
+    Grammar,
+    GrammarKind,
     Request,
     SamplingParams,
     TokenEvent,
@@ -115,13 +117,30 @@ def sampling_to_pb(params: SamplingParams) -> worker_pb2.Sampling:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        grammar=None if params.grammar is None else grammar_to_pb(params.grammar),
     )
+
+
+def grammar_to_pb(grammar: Grammar) -> worker_pb2.Grammar:
+    """A grammar as its message."""
+    return worker_pb2.Grammar(kind=grammar.kind.value, text=grammar.text, after=grammar.after, opening=grammar.opening)
+
+
+def grammar_from_pb(message: worker_pb2.Grammar) -> Grammar:
+    """The grammar in a message. Raises BatonError(INVALID_REQUEST) for a kind of a newer peer."""
+    try:
+        return Grammar(GrammarKind(message.kind), message.text, message.after, message.opening)
+    except ValueError:
+        raise BatonError(
+            Reason.INVALID_REQUEST, f"no grammars of kind {message.kind!r} here", param="grammar"
+        ) from None
 
 
 def sampling_from_pb(message: worker_pb2.Sampling) -> SamplingParams:
     """The sampling parameters in a message.
 
     `top_p` and `repetition_penalty` of 0 mean that an operator's tool left them out: both are meaningless at 0.
+    Raises BatonError(INVALID_REQUEST) for a grammar of unknown kind.
     """
     return SamplingParams(
         max_tokens=message.max_tokens,
@@ -139,6 +158,7 @@ def sampling_from_pb(message: worker_pb2.Sampling) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engine import progress
+from baton.engine.needs import GRAMMAR
 from baton.engine.port import Engine, EngineSpec, Reader, Reservation
 from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle
@@ -79,6 +80,13 @@ class WorkerContext:
         if tokens >= self.spec.max_context:
             message = f"{tokens} prompt tokens leave no room in a context of {self.spec.max_context}"
             raise BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message, param="prompt_ids")
+
+    def check_grammar(self, attempt: pb.Attempt) -> None:
+        """Raises BatonError GRAMMAR_UNSUPPORTED for a grammar that the engine does not follow: a plan made in error."""
+        kind = attempt.sampling.grammar.kind
+        if attempt.sampling.HasField("grammar") and f"{GRAMMAR}{kind}" in self.spec.lacks:
+            message = f"the engine of {self.id} ({self.spec.name}) follows no grammars of kind {kind!r}"
+            raise BatonError(Reason.GRAMMAR_UNSUPPORTED, message, param="grammar")
 
     def stuck(self) -> bool:
         """Whether the engine has work and makes no progress."""

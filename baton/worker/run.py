@@ -127,6 +127,7 @@ class Runs:
                 Reason.KV_LAYOUT_MISMATCH, f"layout {message.fingerprint} does not pair with {ours.fingerprint}"
             )
         ours.check_length(message.attempt)
+        ours.check_grammar(message.attempt)
         request = request_from_pb(message.attempt)
         reservation: Reservation | None = None
         try:

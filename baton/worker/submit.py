@@ -89,6 +89,7 @@ class Submissions:
         if plan.mode == pb.MODE_DISAGGREGATED and message.attempt.sampling.HasField("prompt_logprobs"):
             raise BatonError(Reason.INVALID_REQUEST, "prompt logprobs run merged", param="prompt_logprobs")
         context.check_length(message.attempt)
+        context.check_grammar(message.attempt)
         request = request_from_pb(message.attempt)
         remaining_s(request.deadline)
         strict = message.fallback == pb.FALLBACK_STRICT

@@ -12,28 +12,35 @@ from typing import Any
 
 import msgspec
 
+from baton.engine.port import Grammar
 from baton.errors import BatonError, Reason
 from baton.kv.keys import KEY_BYTES
 from baton.model.card import Model
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.schema import Options, model_of, parse_chat, parse_completion, parse_json
+from services.frontend.speech import PLAIN, Voice
+from services.frontend.voices import AUTO, Voices
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for. `chat`: by messages; `echo`: completions only."""
+    """What a client asks for. `chat`: by messages; `echo`: completions only. `grammar` is what each answer follows, and
+    `voice` how that of a chat is read."""
 
     options: Options
     prompts: tuple[Prompt, ...]
     chat: bool
     echo: bool = False
+    grammar: Grammar | None = None
+    voice: Voice = PLAIN
 
 
 class Reading:
-    """How bodies for one model are read. Thread-safe."""
+    """How bodies for one model are read; `tools` and `reasoning` name parsers of its answers. Thread-safe."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, tools: str = AUTO, reasoning: str = AUTO) -> None:
         self.prompts = Prompts(model)
+        self.voices = Voices(model, tools, reasoning)
         self._name = model.name
         self._vocab_size = model.tokenizer.vocab_size
 
@@ -49,15 +56,19 @@ class Reading:
 
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body = parse_chat(raw, self._vocab_size)
+        messages, offered = self.voices.conversation(body.messages, body.tools)
         prompt = self.prompts.chat(
-            body.messages,
+            messages,
             body.variables,
             limit,
+            offered,
             generation_prompt=body.generation_prompt,
             continue_final=body.continue_final,
             add_special=body.add_special,
         )
-        return Asked(body.options, (prompt,), chat=True)
+        voice = self.voices.voice(body.tools, prompt.text)
+        grammar = self.voices.grammar(body.tools, body.options.structure, voice)
+        return Asked(body.options, (prompt,), chat=True, grammar=grammar, voice=voice)
 
     def _completion(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body, make = parse_completion(raw, self._vocab_size), self.prompts
@@ -67,7 +78,8 @@ class Reading:
             else make.ids(given, limit, spelled=body.echo)
             for given in body.prompts
         )
-        return Asked(body.options, tuple(prompts), chat=False, echo=body.echo)
+        grammar = self.voices.grammar(None, body.options.structure)
+        return Asked(body.options, tuple(prompts), chat=False, echo=body.echo, grammar=grammar)
 
 
 def check_model(name: str, ours: str) -> None:
@@ -91,6 +103,8 @@ class _Asked(msgspec.Struct, array_like=True, tag=True):
     prompts: list[_Prompt]
     chat: bool
     echo: bool
+    grammar: Grammar | None
+    voice: Voice
 
 
 class _Refused(msgspec.Struct, array_like=True, tag=True):
@@ -108,7 +122,7 @@ def pack(answer: Asked | BatonError) -> bytes:
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
     prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
-    return _encode(_Asked(answer.options, prompts, answer.chat, answer.echo))
+    return _encode(_Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice))
 
 
 def unpack(data: bytes) -> Asked:
@@ -116,7 +130,8 @@ def unpack(data: bytes) -> Asked:
     answer = _decode(data)
     if isinstance(answer, _Refused):
         raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param)
-    return Asked(answer.options, tuple(_unpacked(prompt) for prompt in answer.prompts), answer.chat, answer.echo)
+    prompts = tuple(_unpacked(prompt) for prompt in answer.prompts)
+    return Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice)
 
 
 def _unpacked(prompt: _Prompt) -> Prompt:

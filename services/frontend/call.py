@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from baton.errors import Reason
@@ -38,6 +38,8 @@ class Ask:
     stops: Sequence[str]
     show: Show = Show()  # noqa: RUF009 - frozen
     merged_only: bool = False
+    shown: Mapping[int, str] = field(default_factory=dict)
+    """Control tokens that are shown as text."""
 
 
 class IndexedPiece(NamedTuple):
@@ -73,6 +75,7 @@ class Call:
                 ends=ends(ask.sampling, backend.eos_ids),
                 min_tokens=ask.sampling.min_tokens,
                 max_tokens=ask.max_tokens,
+                shown=ask.shown,
                 show=ask.show,
             )
             for ask in asks

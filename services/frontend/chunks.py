@@ -12,6 +12,8 @@ from baton.model.tokenizer import Tokenizer
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.detokenise import Piece, TokenText
 from services.frontend.logprobs import TextLogprobs, chat_logprobs
+from services.frontend.speech import PLAIN, Voice
+from services.frontend.spoken import Spoken
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -29,6 +31,9 @@ class Usage(msgspec.Struct):
 class _Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class _ChatChoice(msgspec.Struct):
@@ -166,22 +171,32 @@ class ChatFormat(_Base):
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, *head: Any, tokenizer: Tokenizer, top: int | None, outputs: int, **told: Any) -> None:
+    def __init__(
+        self, *head: Any, tokenizer: Tokenizer, top: int | None, outputs: int, voice: Voice = PLAIN, **told: Any
+    ) -> None:
         super().__init__(*head, outputs=outputs, **told)
+        self._spoken = [Spoken(voice, f"{head[0]}/{index}") for index in range(outputs)] if voice != PLAIN else None
         self._tokenizer = tokenizer
         self._top = top
         self._tokens: list[list[TokenText]] = [[] for _ in range(outputs)]
 
     def chunks(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> list[bytes]:
         out = self._begin(index)
-        if piece.text or piece.tokens or piece.ids:
-            delta = _Delta(content=piece.text)
-            out.append(
-                self._event([_ChatChoice(index, delta, self._logprobs(piece.tokens), token_ids=self._new_ids(piece))])
-            )
+        deltas = [_Delta(content=piece.text)] if piece.text or piece.tokens or piece.ids else []
+        if self._spoken is not None:
+            spoken = [_Delta(**delta) for delta in self._spoken[index].deltas(piece)]
+            deltas = spoken or ([_Delta(content="")] if piece.tokens or piece.ids else [])
+        for number, delta in enumerate(deltas):
+            if number:
+                out.append(self._event([_ChatChoice(index, delta)]))
+            else:
+                logprobs, ids = self._logprobs(piece.tokens), self._new_ids(piece)
+                out.append(self._event([_ChatChoice(index, delta, logprobs, token_ids=ids)]))
         return out
 
     def finish(self, index: int, reason: str, baton: dict[str, Any] | None) -> bytes:
+        if self._spoken is not None:
+            reason = self._spoken[index].speech.finish_reason(reason)
         return self._event([_ChatChoice(index, _Delta(), finish_reason=reason)], baton)
 
     def collect(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> None:
@@ -189,6 +204,8 @@ class ChatFormat(_Base):
         self._tokens[index] += piece.tokens
         self._finish[index] = piece.finish
         self._ids[index] += piece.ids
+        if self._spoken is not None:
+            self._spoken[index].collect(piece)
 
     def body(self, usage: Usage, baton: dict[str, Any]) -> bytes:
         choices = [
@@ -200,6 +217,9 @@ class ChatFormat(_Base):
             }
             for index, text in enumerate(self._text)
         ]
+        for spoken, choice in zip(self._spoken or (), choices, strict=False):
+            choice["message"] |= spoken.message()
+            choice["finish_reason"] = spoken.speech.finish_reason(choice["finish_reason"])
         if self._prompt_ids is None:
             return self._body(choices, usage, baton)
         for choice, ids in zip(choices, self._ids, strict=True):

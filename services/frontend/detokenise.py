@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,8 +62,10 @@ class ChoiceText:
         min_tokens: int,
         max_tokens: int,
         show: Show = Show(),
+        shown: Mapping[int, str] | None = None,
     ) -> None:
-        """`ends` are the token ids that end an output and are not shown. Stop strings count only after `min_tokens`."""
+        """`ends` are the token ids that end an output and are not shown. Stop strings count only after `min_tokens`.
+        `shown`: control tokens that are text here."""
         self._tokenizer = tokenizer
         self._show = show
         self._stream = tokenizer.stream(show_special=show.special)
@@ -72,6 +74,7 @@ class ChoiceText:
         self._stops = StopStrings(stops, include=show.stop)
         self._tell_ids = show.ids
         self._ends = ends
+        self._shown_ids = shown or {}
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens
         self._pending: deque[_Pending] = deque()
@@ -95,7 +98,7 @@ class ChoiceText:
             self.tokens += 1
             if finish == "stop" and position == len(ids) - 1 and token_id in self._ends:
                 break
-            delta = self._stream.push(token_id)
+            delta = self._shown_ids.get(token_id) or self._stream.push(token_id)
             start = self._decoded
             self._decoded += len(delta)
             if logprobs:

@@ -102,9 +102,10 @@ class Frontend:
                 budget = output_budget(options, len(prompt.ids), limit, None, "messages")
             else:
                 budget = output_budget(options, len(prompt.ids), limit, COMPLETION_TOKENS, "prompt")
-            sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs)
+            sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs, grammar=asked.grammar)
             show = Show(options.show_special, options.include_stop, options.token_ids)
-            asks.append(Ask(prompt, sampling, budget, options.stop, show, merged_only=prompt_logprobs))
+            shown = dict(asked.voice.shown)
+            asks.append(Ask(prompt, sampling, budget, options.stop, show, prompt_logprobs, shown))
         return asks
 
     def _format(self, asked: Asked, head: tuple[str, int, str, str]) -> Format:
@@ -116,7 +117,7 @@ class Frontend:
             "prompt_ids": [p.ids for p in prompts for _ in range(options.n)] if options.token_ids else None,
         }
         if asked.chat:
-            return ChatFormat(*head, outputs=options.n, **told)
+            return ChatFormat(*head, outputs=options.n, voice=asked.voice, **told)
         echoes = [(p.text, p.ids) if asked.echo else None for p in prompts for _ in range(options.n)]
         return TextFormat(*head, echoes=echoes, **told)
 

@@ -23,15 +23,15 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """`python -m services.frontend.large [MODEL, NAME, SOCKET]`; started by `BodyReader` only."""
+    """`python -m services.frontend.large [MODEL, NAME, TOOLS, REASONING, SOCKET]`; started by `BodyReader` only."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C reaches the whole group: the frontend decides when this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # When the machine runs out of memory this goes first, and its frontend lives.
     Path("/proc/self/oom_score_adj").write_text("1000")
-    path, name, fd = json.loads(sys.argv[1])
+    path, name, tools, reasoning, fd = json.loads(sys.argv[1])
     with socket.socket(fileno=fd) as connection:
-        reading = Reading(load_model(path, name))
+        reading = Reading(load_model(path, name), tools, reasoning)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         connection.sendall(b"r")
         _serve(connection, reading)

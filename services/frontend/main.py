@@ -55,8 +55,9 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     card = CardKeeper(model.card, registry)
     fallback = worker_pb2.FALLBACK_STRICT if settings.fallback == "strict" else worker_pb2.FALLBACK_AUTO
     readiness = Readiness(model.name, registry, workers, routers, router, sessions, card, fallback)
-    bodies = BodyReader(model, metrics)
+    bodies = BodyReader(model, metrics, settings.tool_parser, settings.reasoning_parser)
     process.closing(bodies.close)
+    bodies.reading.voices.grammars.warm()
     backend = Backend(
         card=model.card,
         key_root=model.key_root(),

@@ -44,6 +44,7 @@ class Prompts:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         limit: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         generation_prompt: bool = True,
         continue_final: bool = False,
@@ -55,7 +56,9 @@ class Prompts:
         """
         if continue_final:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _HERE}]
-        text = self._model.template.render(messages, add_generation_prompt=generation_prompt, variables=variables)
+        text = self._model.template.render(
+            messages, add_generation_prompt=generation_prompt, variables=variables, tools=tools
+        )
         if continue_final:
             text, found, _ = text.rpartition(_HERE)
             if not found:

@@ -22,6 +22,7 @@ from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from services.frontend.asked import Asked, Reading, unpack
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.voices import AUTO
 
 THREADS = 2
 LARGE_BYTES = 256 << 10
@@ -43,11 +44,12 @@ _log = structlog.get_logger()
 class BodyReader:
     """Reads bodies for one model, in order of arrival. `close` on every path."""
 
-    def __init__(self, model: Model, metrics: FrontendMetrics) -> None:
-        self.reading = Reading(model)
+    def __init__(self, model: Model, metrics: FrontendMetrics, tools: str = AUTO, reasoning: str = AUTO) -> None:
+        """`tools` and `reasoning` name parsers of answers, as `Reading`'s."""
+        self.reading = Reading(model, tools, reasoning)
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
-        self._process = _Process(model)
+        self._process = _Process(model, self.reading.voices.names)
         self._waiting = dict.fromkeys(MAX_WAITING, 0)
 
     async def read(self, body: bytes | bytearray, *, chat: bool | None, limit: int) -> Asked:
@@ -82,8 +84,9 @@ class BodyReader:
 class _Process:
     """The process for large bodies, and the socket to it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, parsers: tuple[str, str]) -> None:
         self._model = model
+        self._parsers = parsers
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -130,7 +133,7 @@ class _Process:
                 sys.executable,
                 "-m",
                 "services.frontend.large",
-                json.dumps([str(self._model.path), self._model.name, theirs.fileno()]),
+                json.dumps([str(self._model.path), self._model.name, *self._parsers, theirs.fileno()]),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,

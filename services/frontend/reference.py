@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
+from services.frontend.tools import MAX_TOOLS
 
 Status = Literal["works", "ignored", "refused"]
 Json = dict[str, Any]
@@ -182,12 +183,48 @@ FIELDS = (
     _works("add_generation_prompt", "false: the template does not open the answer", _BOOLEAN, (CHAT,)),
     _works("continue_final_message", "go on where the last message, an assistant's, stops", _BOOLEAN, (CHAT,)),
     _works("chat_template_kwargs", "variables of the model's template", {"type": ["object", "null"]}, (CHAT,)),
-    _works("response_format", "`text` only", {"type": ["object", "null"], "properties": {"type": {"const": "text"}}}),
+    _works(
+        "response_format",
+        "`text`, `json_object` and `json_schema`, enforced; `strict` or not",
+        {
+            "type": ["object", "null"],
+            "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {"type": "object"}},
+            "required": ["type"],
+        },
+    ),
+    _works(
+        "structured_outputs",
+        "one of `json`, `regex`, `choice`, `grammar` (Lark or GBNF), `json_object`; not beside `response_format`",
+        {"type": ["object", "null"]},
+    ),
+    _works(
+        "guided_json", "as `structured_outputs.json`: a schema, or its text", {"type": ["object", "string", "null"]}
+    ),
+    *(
+        _works(f"guided_{name}", f"as `structured_outputs.{name}`", {"type": ["string", "null"], "minLength": 1})
+        for name in ("regex", "grammar")
+    ),
+    _works(
+        "guided_choice",
+        "as `structured_outputs.choice`",
+        {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}, "minItems": 1},
+    ),
     _works("modalities", "`text` only", {"enum": [None, ["text"]]}, (CHAT,)),
-    _works("tool_choice", "`none` and `auto` without tools", {"enum": [None, "none", "auto"]}, (CHAT,)),
+    _works(
+        "tools",
+        f"up to {MAX_TOOLS} functions; `strict` has no effect while the model is free to call",
+        {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": MAX_TOOLS},
+        (CHAT,),
+    ),
+    _works(
+        "tool_choice",
+        "`none`, `auto`, `required`, or a function; the last two are enforced and need `tools`",
+        {"anyOf": [{"enum": [None, "none", "auto", "required"]}, {"type": "object"}]},
+        (CHAT,),
+    ),
+    _works("parallel_tool_calls", "false: one call where calls are enforced", _BOOLEAN, (CHAT,)),
     _works("function_call", "`none` and `auto` without functions", {"enum": [None, "none", "auto"]}, (CHAT,)),
-    *_rest("refused", "", "tools", "functions", where=(CHAT,)),
-    *_rest("refused", "", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *_rest("refused", "use `tools`", "functions", where=(CHAT,)),
     *_rest("refused", "the model continues text and fills no gap", "suffix", where=(COMPLETIONS,)),
     *_rest("refused", "", "prompt_embeds", where=(COMPLETIONS,)),
     *_rest("refused", "the model speaks text", "audio", where=(CHAT,)),
@@ -201,7 +238,7 @@ FIELDS = (
     *_rest("refused", "caches are not parted by request", "cache_salt"),
     *_rest("ignored", "", "user", "safety_identifier", "metadata", "store", "service_tier"),
     *_rest("ignored", "prefixes are always cached", "prompt_cache_key", "prompt_cache_retention"),
-    *_rest("ignored", "", "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction", where=(CHAT,)),
+    *_rest("ignored", "", "reasoning_effort", "verbosity", "prediction", where=(CHAT,)),
     *_rest("ignored", "requests are served by age", "priority"),
     *_rest("ignored", "of beam search", "length_penalty", "early_stopping"),
     *_rest("ignored", "", "spaces_between_special_tokens", "request_id", "kv_transfer_params", "vllm_xargs"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 
+from baton.engine.port import Grammar
 from baton.model.generation import GenerationConfig
+from baton.rpc.codec import grammar_to_pb
 from baton.v1.worker_pb2 import Sampling
 from services.frontend.prompt import too_long
 from services.frontend.schema import Options
@@ -27,7 +29,14 @@ def output_budget(options: Options, prompt_tokens: int, context_length: int, def
     return wish
 
 
-def make_sampling(options: Options, defaults: GenerationConfig, max_tokens: int, *, prompt_logprobs: bool) -> Sampling:
+def make_sampling(
+    options: Options,
+    defaults: GenerationConfig,
+    max_tokens: int,
+    *,
+    prompt_logprobs: bool,
+    grammar: Grammar | None = None,
+) -> Sampling:
     """The worker's parameters. A missing seed is drawn here, so that every attempt of the request draws the same."""
     seed = secrets.randbits(63) if options.seed is None else options.seed
 
@@ -50,6 +59,8 @@ def make_sampling(options: Options, defaults: GenerationConfig, max_tokens: int,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
     )
+    if grammar is not None:
+        sampling.grammar.CopyFrom(grammar_to_pb(grammar))
     if options.logprobs is not None:
         sampling.logprobs = options.logprobs
         if prompt_logprobs:

@@ -15,6 +15,8 @@ import orjson
 from services.frontend.errors import invalid
 from services.frontend.fields import Fields
 from services.frontend.messages import read_messages
+from services.frontend.structure import Structure, read_structure
+from services.frontend.tools import Tools, read_tools
 
 MAX_CHOICES = 128
 MAX_OUTPUTS = 256
@@ -26,7 +28,6 @@ _NEVER = (
     "use_beam_search", "prompt_logprobs", "allowed_token_ids", "bad_words", "logits_processors",
     "truncate_prompt_tokens", "return_tokens_as_token_ids", "cache_salt",
 )  # fmt: skip
-_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Options:
     """Control tokens are text."""
     token_ids: bool = False
     """Token ids of the prompt and of what is generated are told."""
+    structure: Structure | None = None
     budget: str = "max_tokens"
     """The field that `max_tokens` came from."""
 
@@ -77,6 +79,7 @@ class ChatBody:
     continue_final: bool = False
     """The answer goes on where the last message stops."""
     add_special: bool = False
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,8 @@ def model_of(raw: Mapping[str, Any]) -> str:
 def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
     """Check a chat request. Raises BatonError(INVALID_REQUEST) with the field at fault."""
     fields = Fields(raw, vocab_size)
-    for name in ("tools", "functions", *_NOT_IN_CHAT):
+    for name in ("functions", *_NOT_IN_CHAT):
         fields.refuse(name)
-    fields.refuse("tool_choice", ("none", "auto"))
     fields.refuse("function_call", ("none", "auto"))
     fields.refuse("modalities", (["text"],))
     top = fields.integer("top_logprobs", 0, 20)
@@ -135,6 +137,7 @@ def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
         generation_prompt,
         continue_final,
         fields.boolean("add_special_tokens"),
+        read_tools(raw),
     )
 
 
@@ -157,11 +160,8 @@ def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
 
 
 def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Options:
-    for name in (*_STRUCTURED, *_NEVER):
+    for name in _NEVER:
         fields.refuse(name)
-    kind = fields.object("response_format").get("type", "text")
-    if kind != "text":
-        raise invalid("'response_format' other than text is not supported by this server yet.", "response_format")
     huge = (1 << 63) - 1
     stream = fields.boolean("stream")
     usage = fields.object("stream_options")
@@ -202,6 +202,7 @@ def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Opti
         include_stop=fields.boolean("include_stop_str_in_output"),
         show_special=not fields.boolean("skip_special_tokens", default=True),
         token_ids=fields.boolean("return_token_ids"),
+        structure=read_structure(fields.raw),
         budget=budget,
     )
 

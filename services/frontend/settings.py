@@ -22,6 +22,12 @@ class FrontendSettings(ServiceSettings):
         30.0, ge=0, description="how long an output that has begun waits for a worker that can go on with it"
     )
     client_stall_s: float = Field(30.0, gt=0, description="a client that reads nothing for so long is cut off")
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(
+        "auto", description="how answers write calls of tools; auto: by the chat template"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = Field(
+        "auto", description="how answers mark their thoughts; auto: by the chat template"
+    )
     linger_s: float = Field(
         3.0,
         ge=0,

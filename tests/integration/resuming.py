@@ -100,7 +100,7 @@ def _take(got: Completion, chunk: dict[str, Any], chat: bool) -> None:
     for choice in chunk["choices"]:
         output = got.of(choice["index"])
         assert not output.finish, f"after its end: {choice}"
-        text = (choice.get("delta") or choice.get("message") or {}).get("content") if chat else choice["text"]
+        text = _said(choice.get("delta") or choice.get("message") or {}) if chat else choice["text"]
         if text:
             output.text += text
             output.pieces += 1
@@ -109,6 +109,12 @@ def _take(got: Completion, chunk: dict[str, Any], chat: bool) -> None:
         if choice["finish_reason"]:
             output.finish = choice["finish_reason"]
             output.finishes += 1
+
+
+def _said(message: dict[str, Any]) -> str:
+    """Content and calls as one text; the ids of calls belong to one request alone."""
+    calls = (call["function"] for call in message.get("tool_calls") or ())
+    return (message.get("content") or "") + "".join(f.get("name", "") + f.get("arguments", "") for f in calls)
 
 
 def same(disturbed: Completion, wanted: Completion, *, hits: bool = True) -> None:

@@ -6,12 +6,14 @@ A random model in f32, so each answer has one right text, greedy or seeded; slow
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from tests.integration.asking import plain_client
@@ -149,6 +151,38 @@ SAMPLINGS = {
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 async def test_any_sampling_in_the_middle(stack: Stack, client: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
     assert resumed(await killed(stack, client, body(**sampling), 20))
+
+
+STRINGS = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 7, "maxItems": 9}
+FUNCTION = {"name": "note", "parameters": {"type": "object", "properties": {"lines": STRINGS}, "required": ["lines"]}}
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+async def test_amid_json(stack: Stack, client: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
+    """The grammar's state moves with the output."""
+    asked = body(**sampling, guided_json=STRINGS, max_tokens=5 * TOKENS, ignore_eos=False)
+    got = await killed(stack, client, asked, 20)
+    assert resumed(got)
+    jsonschema.validate(json.loads(got.of(0).text), STRINGS)
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+async def test_amid_a_call(stack: Stack, client: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
+    """So does the parser's, which is the frontend's."""
+    tools = {
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    messages = [{"role": "user", "content": PROMPT}]
+    asked = body(**sampling, **tools, messages=messages, max_tokens=5 * TOKENS, ignore_eos=False)
+    del asked["prompt"]
+    got = await killed(stack, client, asked, 20)
+    assert resumed(got)
+    assert got.of(0).finish == "tool_calls"
+    name, _, arguments = got.of(0).text.partition("{")
+    assert name == "note"
+    jsonschema.validate(json.loads("{" + arguments), FUNCTION["parameters"])
 
 
 async def test_right_after_the_first_token(stack: Stack, client: httpx.AsyncClient) -> None:

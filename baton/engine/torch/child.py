@@ -22,12 +22,14 @@ import msgspec
 import torch
 
 from baton.engine.admission import Limits
+from baton.engine.needs import lacked_grammars
 from baton.engine.page import StatsPage
-from baton.engine.port import EngineSpec, EngineStats, Request, Resume, TokenEvent
+from baton.engine.port import EngineSpec, EngineStats, GrammarKind, Request, Resume, TokenEvent
 from baton.engine.predict import StepCost
 from baton.engine.torch import messages as m
 from baton.engine.torch.compute import Computation
 from baton.engine.torch.config import ModelConfig, load_config
+from baton.engine.torch.grammars import Grammars
 from baton.engine.torch.kvpool import KvPool
 from baton.engine.torch.model import Model
 from baton.engine.torch.options import Options
@@ -37,12 +39,15 @@ from baton.engine.torch.step import Outcome, Work
 from baton.engine.torch.weights import load_weights
 from baton.engine.torch.wire import prefilled_message, token_message
 from baton.errors import BatonError, Reason
+from baton.grammar.compile import Vocabulary
 from baton.kv.arena import Arena
 from baton.kv.handle import checksum
 from baton.kv.keys import BLOCK_SIZE
 from baton.kv.layout import LayoutFingerprint
 from baton.kv.pool import BlockPool
+from baton.model.errors import ModelError
 from baton.model.identity import weights_identity
+from baton.model.tokenizer import load_tokenizer
 
 PR_SET_PDEATHSIG = 1
 BLOCKED_WAIT_S = 0.05
@@ -68,6 +73,8 @@ class EngineProcess:
         self._pool = BlockPool(self._kv.slots)
         # One block is decode room: a longer request could be taken in and never be finished.
         max_context = min(config.max_context, (len(self._pool) - 1) * BLOCK_SIZE)
+        grammars = self._grammars(options, config)
+        kinds = tuple(GrammarKind) if grammars is not None else ()
         limits = Limits(
             block_size=BLOCK_SIZE,
             chunk_tokens=options.chunk_tokens,
@@ -76,8 +83,16 @@ class EngineProcess:
             max_context=max_context,
             vocab_size=config.vocab,
             eos_token_ids=config.eos_token_ids,
+            grammars=kinds,
         )
-        self._scheduler = Scheduler(self._pool, limits, self._kv.copy_slot, self._kv.zero_tail, self._checksum)
+        self._scheduler = Scheduler(
+            self._pool,
+            limits,
+            self._kv.copy_slot,
+            self._kv.zero_tail,
+            self._checksum,
+            grammars,
+        )
         self._cost = StepCost()
         self._steps = 0
         self._checks: list[int] = []
@@ -102,7 +117,24 @@ class EngineProcess:
             vocab_size=config.vocab,
             resume=Resume.EXACT if options.dtype == "float32" else Resume.TEXT,
             eos_token_ids=config.eos_token_ids,
+            lacks=lacked_grammars(kinds),
         )
+
+    def _grammars(self, options: Options, config: ModelConfig) -> Grammars | None:
+        """None: the model came without a tokenizer that we can read, or has no end of text to end an output with."""
+        if not config.eos_token_ids:
+            return None
+        vocabulary = Vocabulary(lambda: load_tokenizer(options.model), config.vocab, config.eos_token_ids)
+        try:
+            vocabulary.built()  # now: it holds the interpreter's lock for 0.2 s, which some step would wait for
+        except (ModelError, ValueError) as error:
+            print(f"no grammars: {error}", file=sys.stderr)
+            return None
+        return Grammars(vocabulary.compile, self._grammar_done)
+
+    def _grammar_done(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def send(self, *messages: object) -> None:
         """To the worker, from whichever thread, in the order in which they were posted."""

@@ -10,6 +10,7 @@ from baton.engine.torch.batch import Batch, SequenceSlice
 from baton.engine.torch.model import Model
 from baton.engine.torch.sampler import Sampled, SamplingState, sample, token_logprobs
 from baton.engine.torch.step import Draw, Drawn, Work
+from baton.grammar.follow import GrammarFailedError, may_follow
 
 
 class Computation:
@@ -53,9 +54,34 @@ class Computation:
         """One token for each, in order. What one request's parameters break fails that request only."""
         if not draws:
             return []
+        masks: dict[int, torch.Tensor] = {}
+        failed: dict[int, Drawn] = {}
+        for i, draw in enumerate(draws):
+            try:
+                if draw.follower is not None:
+                    masks[i] = self._mask(draw)
+            except GrammarFailedError as error:
+                failed[i] = Drawn(0, None, str(error), grammar=True)
+        drawn = iter(self._sampled([(d, masks.get(i)) for i, d in enumerate(draws) if i not in failed]))
+        return [failed[i] if i in failed else next(drawn) for i in range(len(draws))]
+
+    def _mask(self, draw: Draw) -> torch.Tensor:
+        """What may follow: bool [vocab]. Raises GrammarFailedError."""
+        assert draw.follower is not None
+        params = draw.params
+        allowed = may_follow(
+            draw.follower.allowed(draw.output_ids, self._vocab),
+            eos_ids=self._eos,
+            stop_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            too_short=len(draw.output_ids) < params.min_tokens,
+        )
+        return torch.from_numpy(allowed).to(self._logits.device)
+
+    def _sampled(self, draws: list[tuple[Draw, torch.Tensor | None]]) -> list[Drawn]:
         last = {w.sequence: rows[-1] for w, rows in zip(self._work, self._rows, strict=True) if rows}
-        states = [SamplingState(d.params, d.choice, d.prompt_ids, d.output_ids, self._eos) for d in draws]
-        wanted = [last[d.sequence] for d in draws]
+        states = [SamplingState(d.params, d.choice, d.prompt_ids, d.output_ids, self._eos, mask) for d, mask in draws]
+        wanted = [last[d.sequence] for d, _ in draws]
         logits = self._logits if wanted == list(range(len(self._logits))) else self._logits[wanted]
         try:
             return [self._drawn(sampled) for sampled in sample(logits, states)]

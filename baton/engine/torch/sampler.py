@@ -33,7 +33,8 @@ Sorting a vocabulary of 50,000 takes 3 ms; the few hundred tokens that matter, a
 class SamplingState:
     """What one draw depends on besides its logits. `output_ids` are all output tokens so far, resumed ones included.
 
-    `mask`: the tokens a grammar allows, bool [vocab], or None.
+    `mask`: the tokens a grammar allows, bool [vocab], or None. It has the rules on ends in it: `min_tokens` does not
+    count beside it.
     """
 
     params: SamplingParams
@@ -123,7 +124,7 @@ def _adjust(row: Tensor, state: SamplingState) -> None:
         unique, counts = np.unique(state.output_ids, return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts
         row[torch.tensor(unique, device=device)] -= torch.tensor(penalty, dtype=row.dtype, device=device)
-    if len(state.output_ids) < params.min_tokens:
+    if state.mask is None and len(state.output_ids) < params.min_tokens:
         ends = [*state.eos_token_ids, *params.stop_token_ids]
         row[torch.tensor(ends, dtype=torch.long, device=device)] = float("-inf")
     if state.mask is not None:

@@ -17,6 +17,7 @@ from collections import Counter, abc
 from baton.engine.admission import Limits, validate
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, TokenEvent
 from baton.engine.torch.batch import Logits
+from baton.engine.torch.grammars import Grammars
 from baton.engine.torch.sequence import Job, Phase, Sequence
 from baton.engine.torch.step import Draw, Drawn, Outcome, Work
 from baton.errors import BatonError, Reason
@@ -27,7 +28,7 @@ from baton.kv.pool import BlockPool, PoolFull
 
 class Scheduler:
     """Jobs, their sequences, the pool. `copy_slot(src, dst)`, `zero_tail(slot, tokens)` and `checksum(slot)` (over a
-    sealed slot's identity and bytes) touch the bytes."""
+    sealed slot's identity and bytes) touch the bytes. `grammars`: where `limits` let any in."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Scheduler:
         copy_slot: abc.Callable[[int, int], None],
         zero_tail: abc.Callable[[int, int], None],
         checksum: abc.Callable[[int], int],
+        grammars: Grammars | None = None,
     ) -> None:
         self.pool = pool
         self.holds = Holds(pool)
@@ -43,6 +45,7 @@ class Scheduler:
         self._copy_slot = copy_slot
         self._zero_tail = zero_tail
         self._checksum = checksum
+        self._grammars = grammars
         self._jobs: dict[int, Job] = {}
         self._live: set[tuple[str, int]] = set()
         self._running: list[Sequence] = []
@@ -112,6 +115,8 @@ class Scheduler:
             raise BatonError(Reason.NO_CAPACITY, str(full)) from full
         self._order += 1
         job = Job(id, request, self._order, prompt, hit_tokens=len(hits) * size)
+        if request.sampling.grammar is not None and self._grammars is not None:
+            job.grammar = self._grammars.get(request.sampling.grammar)
         job.primary = Sequence(
             job, request.choices[0], list(prompt), hits + fresh, job.hit_tokens, len(hits), [*keys], forks=True
         )
@@ -236,11 +241,14 @@ class Scheduler:
     def plan(self, outcome: Outcome) -> list[Work]:
         """The next step. Requests past their deadline, or that cannot go on, are told in `outcome`."""
         self._expire(outcome)
+        self._refuse_grammars(outcome)
         work = [Work(s, 1, "last") for s in self._decodable(outcome)]
         budget = self.limits.chunk_tokens
         slots = self._room
         blocked = False
         for sequence in list(self._waiting):
+            if sequence.job.waits_for_grammar:
+                continue
             if budget <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
                 continue
             # One that waits for blocks is overtaken only by those that hold theirs, and will give them back.
@@ -273,6 +281,12 @@ class Scheduler:
         for job in late:
             self._fail(job, Reason.DEADLINE_EXCEEDED, "the request's deadline has passed", outcome)
 
+    def _refuse_grammars(self, outcome: Outcome) -> None:
+        jobs = {s.job for line in (self._running, self._waiting) for s in line if s.job.waits_for_grammar}
+        for job in jobs:
+            if job.grammar is not None and job.grammar.error:
+                self._fail(job, Reason.INVALID_REQUEST, f"the grammar cannot be used: {job.grammar.error}", outcome)
+
     def _fail(self, job: Job, reason: Reason, message: str, outcome: Outcome) -> None:
         if job.phase is Phase.PREFILL:
             outcome.failed.append((job, reason, message))
@@ -292,7 +306,7 @@ class Scheduler:
                     self._fail(sequence.job, Reason.NO_CAPACITY, "the KV pool is smaller than this request", outcome)
                 else:
                     self._preempt(victim)
-        return list(self._running)
+        return [sequence for sequence in self._running if not sequence.job.waits_for_grammar]
 
     def _others_hold(self, sequence: Sequence) -> bool:
         return self.pinned > len(set(sequence.slots))
@@ -350,7 +364,10 @@ class Scheduler:
             request = job.request
             choices = request.choices if sequence.forks else (sequence.choice,)
             output = sequence.tokens[len(request.prompt_ids) :]
-            draws += [Draw(sequence, c, request.sampling, request.prompt_ids, output) for c in choices]
+            if job.grammar is not None and sequence.follower is None:
+                sequence.follower = job.grammar.follower()
+            follower = sequence.follower
+            draws += [Draw(sequence, c, request.sampling, request.prompt_ids, output, follower) for c in choices]
         return draws
 
     def apply(self, work: list[Work], draws: list[Draw], drawn: list[Drawn], outcome: Outcome) -> None:
@@ -369,6 +386,8 @@ class Scheduler:
             tokens = by_sequence.get(sequence, [])
             failure = next((token.failure for _, token in tokens if token.failure), "")
             if failure:
+                if job.grammar is not None and self._grammars is not None and any(t.grammar for _, t in tokens):
+                    self._grammars.drop(job.grammar)
                 self._fail(job, Reason.INTERNAL, failure, outcome)
             elif not sequence.forks:
                 self._continue(sequence, tokens[0][1], outcome)
@@ -520,7 +539,10 @@ class Scheduler:
         """Whether a token, the last of `length` prompt and output tokens, ends its choice."""
         params = job.request.sampling
         output = length - len(job.request.prompt_ids)
-        stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)
+        eos = token in self.limits.eos_token_ids
+        if eos and params.grammar is not None:
+            return FinishReason.STOP  # its mask has seen to it that nothing else was to come
+        stops = token in params.stop_token_ids or (eos and not params.ignore_eos)
         if stops and output > params.min_tokens:
             return FinishReason.STOP
         if output >= params.max_tokens or length >= self.limits.max_context:

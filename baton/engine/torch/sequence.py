@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.engine.port import FinishReason, Request, TokenLogprob
+from baton.engine.torch.grammars import Compiled
+from baton.grammar.follow import Follower
 
 
 class Phase(Enum):
@@ -32,6 +34,8 @@ class Sequence:
     """Keys of full blocks: the prompt's are known at once, later ones are made as blocks fill."""
     forks: bool = False
     """The prompt's own sequence, whose end starts the choices."""
+    follower: Follower | None = None
+    """Where its output stands in the job's grammar; made at its first draw."""
 
     @property
     def remaining(self) -> int:
@@ -59,8 +63,14 @@ class Job:
     first: dict[int, int] = field(default_factory=dict)
     """First tokens that were drawn elsewhere, by choice."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    grammar: Compiled | None = None
     finished: dict[int, FinishReason] = field(default_factory=dict)
     released: bool = False
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Whether nothing can be drawn yet because its grammar is being compiled."""
+        return self.grammar is not None and self.grammar.program is None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -9,6 +9,7 @@ from baton.engine.port import PrefillDone, SamplingParams, TokenEvent, TokenLogp
 from baton.engine.torch.batch import Logits
 from baton.engine.torch.sequence import Job, Sequence
 from baton.errors import Reason
+from baton.grammar.follow import Follower
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Draw:
     params: SamplingParams
     prompt_ids: abc.Sequence[int]
     output_ids: list[int]
+    follower: Follower | None = None
+    """Its grammar's state, of `output_ids` or of a beginning of them."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Drawn:
     token_id: int
     logprob: TokenLogprob | None
     failure: str = ""
+    grammar: bool = False
+    """Whether it is the grammar's fault."""
 
 
 @dataclass

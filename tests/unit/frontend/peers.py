@@ -272,7 +272,7 @@ class Stack:
             self.card,
             fallback,
         )
-        self.bodies = BodyReader(model, self.metrics)
+        self.bodies = BodyReader(model, self.metrics, reasoning=changes.pop("reasoning", "auto"))
         self.backend = Backend(
             card=model.card,
             key_root=model.key_root(),

@@ -130,6 +130,14 @@ async def test_too_long_a_prompt_is_refused_by_both_before_anything_else() -> No
         assert both.decode.engine.made == both.prefill.engine.made == []
 
 
+async def test_a_grammar_that_the_engine_does_not_follow_is_refused() -> None:
+    """A plan made in error: an engine that cannot would let anything through."""
+    async with pair() as both:
+        with pytest.raises(BatonError) as refused:
+            await both.client.submit("u", [1, 2, 3], both.plan(), grammar=pb.Grammar(kind="regex", text="a"))
+        assert refused.value.reason is Reason.GRAMMAR_UNSUPPORTED
+
+
 async def test_decode_without_room_refuses_before_anything_else() -> None:
     async with pair() as both:
         both.decode.engine.fail_reserve = BatonError(Reason.NO_CAPACITY, "full")
