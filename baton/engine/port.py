@@ -196,7 +196,8 @@ class EngineSpec:
     `fingerprint` is None for an engine whose KV is out of reach: nothing is handed over, stored or told of it, it only
     runs merged, and `block_size` is that of the logical keys. `partial_blocks`: whether a prompt's last block is handed
     over when the prompt ends inside it; an engine that only takes whole blocks computes those few tokens itself, beside
-    the one that it has to compute anyway. `lacks` names what a request may need that it cannot do (baton/engine/needs.py).
+    the one that it has to compute anyway. `lacks` names what a request may need and it
+    cannot do (needs.py).
     """
 
     name: str
