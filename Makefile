@@ -65,7 +65,7 @@ test-fast: venv ## unit tests that are not slow
 test: lint deps vllm-env ## lint and every test: unit, integration, faults
 	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 --dist loadfile
-	@$(BIN)/pytest tests/integration tests/faults
+	@$(BIN)/pytest tests/integration tests/conformance tests/faults
 
 api-cases: venv deps ## 5,000 requests drawn from our OpenAPI description (CASES=5000)
 	@BATON_API_CASES=$(or $(CASES),5000) $(BIN)/pytest tests/integration/test_openapi.py -q -s
