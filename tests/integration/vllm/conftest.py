@@ -33,7 +33,10 @@ class VllmFleet:
 def vllm_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFleet]:
     """Started side by side; not there without vLLM's environment."""
     if not PYTHON.exists():
-        pytest.skip("vLLM's environment is not there: `make vllm-env` makes it")
+        missing = "vLLM's environment is not there: `make vllm-env` makes it"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
     model = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden=256)
     directory = tmp_path_factory.mktemp("vllm")
     with contextlib.ExitStack() as stack:
