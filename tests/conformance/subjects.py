@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.cli.converted import as_directory
+from baton.cli.home import Home
 from baton.model.tokenizer import Tokenizer, load_tokenizer
 from tests.etcd import EtcdServer
 from tests.llama_server import MODEL, LlamaServer
-from tests.worker_process import WorkerProcess
+from tests.vllm_environment import START_S as VLLM_START_S
+from tests.vllm_environment import vllm_python
+from tests.worker_process import ROOT, START_S, WorkerProcess
 
 SERVED = "conformance"
 Golden = Callable[[tuple[int, ...], int], str]
@@ -78,7 +83,9 @@ def transformers_golden(model: Path, tokenizer: Tokenizer) -> Golden:
 
 
 @contextlib.contextmanager
-def started(directory: Path, roles: Mapping[str, Mapping[str, object]]) -> Iterator[dict[str, WorkerProcess]]:
+def started(
+    directory: Path, roles: Mapping[str, Mapping[str, object]], limit_s: float = START_S
+) -> Iterator[dict[str, WorkerProcess]]:
     """A worker of each role with these flags, and an etcd, which they need to be known."""
     with contextlib.ExitStack() as stack:
         etcd = stack.enter_context(EtcdServer(directory))
@@ -88,7 +95,7 @@ def started(directory: Path, roles: Mapping[str, Mapping[str, object]]) -> Itera
             stack.callback(worker.stop)
             workers[role] = worker
         for worker in workers.values():
-            worker.wait_ready()
+            worker.wait_ready(limit_s)
         yield workers
 
 
@@ -121,4 +128,26 @@ def openai_subject(directory: Path, model: Path) -> Iterator[Subject]:
         server.kill()
 
 
-SUBJECTS: dict[str, Start] = {"torch": torch_subject, "openai": openai_subject}
+@contextlib.contextmanager
+def vllm_subject(directory: Path, model: Path) -> Iterator[Subject]:
+    """vLLM in float32 on the same model, converted; in the environment that vLLM has of its own."""
+    python = vllm_python()
+    converted = as_directory(Home(ROOT / ".baton"), model, lambda text: None)
+    flags = {
+        "python": str(python),
+        "engine": "vllm",
+        "model": converted,
+        "served_name": SERVED,
+        "dtype": "float32",
+        "pool_gib": 0.25,
+        "vllm_cache_gib": 0.25,
+        "chunk_tokens": 64,
+        "core": min(os.sched_getaffinity(0)),
+    }
+    tokenizer = load_tokenizer(model)
+    with started(directory, dict.fromkeys(("merged", "prefill", "decode"), flags), VLLM_START_S) as workers:
+        golden = transformers_golden(model, tokenizer)
+        yield Subject("vllm", tokenizer, golden, whole_blocks=True, **workers)  # type: ignore[arg-type]
+
+
+SUBJECTS: dict[str, Start] = {"torch": torch_subject, "openai": openai_subject, "vllm": vllm_subject}

@@ -12,11 +12,8 @@ import pytest
 
 from tests.etcd import EtcdServer
 from tests.tiny_model import make_tiny_model
-from tests.worker_process import ROOT, WorkerProcess, settle
-
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-START_S = 600.0
-"""Half a minute on a machine that has nothing else to do."""
+from tests.vllm_environment import START_S, vllm_python
+from tests.worker_process import WorkerProcess, settle
 
 
 @dataclass
@@ -32,11 +29,7 @@ class VllmFleet:
 @pytest.fixture(scope="package")
 def vllm_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFleet]:
     """Started side by side; not there without vLLM's environment."""
-    if not PYTHON.exists():
-        missing = "vLLM's environment is not there: `make vllm-env` makes it"
-        if os.environ.get("CI"):
-            pytest.fail(missing)
-        pytest.skip(missing)
+    python = vllm_python()
     model = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden=256)
     directory = tmp_path_factory.mktemp("vllm")
     with contextlib.ExitStack() as stack:
@@ -47,7 +40,7 @@ def vllm_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFle
                 role,
                 id,
                 directory,
-                python=str(PYTHON),
+                python=str(python),
                 engine="vllm",
                 model=model,
                 served_name="tiny",

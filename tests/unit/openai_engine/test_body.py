@@ -48,11 +48,12 @@ def body(sampling: SamplingParams, dialect: Dialect, **more: Any) -> dict[str, A
 def test_every_need_is_said_or_lacking(dialect: Dialect) -> None:
     said = body(ASKED, dialect)
     asked = needs.needs(ASKED)
-    assert asked == needs.ALL - {needs.LOGPROBS, needs.PROMPT_LOGPROBS}
+    never = {needs.LOGPROBS, needs.PROMPT_LOGPROBS, *needs.GRAMMARS.values()}
+    assert asked == needs.ALL - never
     for need in asked:
         assert (need in dialect.lacks) != (dialect.fields.get(need) in said), need
     assert set(said) - STANDARD == (set(dialect.fields.values()) | set(dialect.always)) - STANDARD
-    assert {needs.LOGPROBS, needs.PROMPT_LOGPROBS} <= dialect.lacks
+    assert never <= dialect.lacks
 
 
 def test_neutral_values_are_said_too() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
+from baton.engine.needs import lacked_grammars
 from baton.engine.port import (
     CacheEvent,
     Engine,
@@ -33,7 +34,7 @@ from baton.transfer.port import BlockRead, ReadReport
 
 BLOCK = 4
 LAYOUT = LayoutFingerprint("m", 1, 1, 8, BLOCK, "float32")
-SPEC = EngineSpec("scripted", LAYOUT, BLOCK, 1000, 8, 100, 1000, Resume.EXACT, (0,))
+SPEC = EngineSpec("scripted", LAYOUT, BLOCK, 1000, 8, 100, 1000, Resume.EXACT, (0,), lacks=lacked_grammars(()))
 
 
 def token(prompt: Sequence[int], choice: int, i: int) -> int:
