@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from baton.cli.home import Home
 from baton.cli.ports import HOST
 from baton.cli.process import Record, process_of, records, service
 from baton.cli.stack import CLUSTER
+from baton.cli.vllm_env import vllm_python
 from baton.model.errors import ModelError
 from baton.model.files import open_model
 
@@ -38,7 +40,8 @@ def command(home: Home, asked: Asked, more: Sequence[str]) -> list[str]:
         flags += _openai(asked, frontend)
     else:
         flags += ["--served-name", asked.served_name] if asked.served_name else []
-    return service("merged", *flags, *more)
+    python = vllm_python(lambda text: None) if asked.engine == "vllm" else sys.executable
+    return service("merged", *flags, *more, python=python)
 
 
 def _openai(asked: Asked, frontend: Record | None) -> list[str]:

@@ -56,8 +56,10 @@ def install(folder: Path, requirements: Path, root: Path, say: Say) -> str:
         if _text(stamp) == wanted:  # another process was faster
             return str(python)
         stamp.unlink(missing_ok=True)
-        if not python.exists():
+        # An interrupted `venv` leaves an interpreter without pip.
+        if not (python.exists() and any(folder.glob("lib/python*/site-packages/pip/__main__.py"))):
             say("making an environment")
+            python.unlink(missing_ok=True)  # of a Python that is gone
             _run([sys.executable, "-m", "venv", str(folder)])
         # Not compiled ahead: most of torch and vLLM is never imported.
         pip = [str(python), "-m", "pip", "install", "--no-compile", "--no-input", "--progress-bar", "off"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from baton.convert.config import config_json, generation_json
 from baton.convert.tensors import INDEX, save_tensors
@@ -67,8 +68,9 @@ def convert(
             made.mkdir()
             _write(files, made, dtype, progress or (lambda done, of: None))
             _move(made, directory)
-    except OSError as error:
-        raise ModelError(f"{directory} cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # the latter says so of a full disk
+        why = getattr(error, "strerror", None) or error
+        raise ModelError(f"{directory} cannot be written: {why}") from error
 
 
 def _write(files: ModelFiles, made: Path, dtype: str, progress: Progress) -> None:

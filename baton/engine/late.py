@@ -26,14 +26,19 @@ class LateReads:
         self, settle: Callable[[Sequence[int]], None], give_up: Callable[[BatonError], None], pool_blocks: int
     ) -> None:
         self.slots: set[int] = set()
+        self._late: set[int] = set()
+        """Those of them whose read has passed its deadline."""
         self._settled = settle
         self._give_up = give_up
         self._cap = QUARANTINE_CAP * pool_blocks
         self._tasks: set[asyncio.Task[None]] = set()
 
     def abandon(self, read: asyncio.Task[ReadReport], slots: Sequence[int]) -> None:
-        """Nobody waits for `read` now; its slots are back when it is over, late blocks included."""
-        self._hold(slots)
+        """Nobody waits for `read` now; its slots are back when it is over, late blocks included.
+
+        It is not late yet, and does not count as such: most are over in milliseconds.
+        """
+        self.slots.update(slots)
         self._own(self._outlive(read, slots))
 
     def wait(self, settled: asyncio.Future[None], slots: Sequence[int]) -> None:
@@ -43,8 +48,9 @@ class LateReads:
 
     def _hold(self, slots: Sequence[int]) -> None:
         self.slots.update(slots)
-        if len(self.slots) > self._cap:
-            self._give_up(BatonError(Reason.ENGINE_FAILED, f"{len(self.slots)} slots wait for late reads"))
+        self._late.update(slots)
+        if len(self._late) > self._cap:
+            self._give_up(BatonError(Reason.ENGINE_FAILED, f"{len(self._late)} slots wait for late reads"))
 
     def _own(self, waiting: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(waiting, name="late kv read")
@@ -55,6 +61,7 @@ class LateReads:
         try:
             report = await read
             if report.settled is not None:
+                self._hold(slots)
                 await asyncio.shield(report.settled)
         except Exception:
             _log.exception("an abandoned read failed")
@@ -69,6 +76,7 @@ class LateReads:
 
     def _settle(self, slots: Sequence[int]) -> None:
         self.slots.difference_update(slots)
+        self._late.difference_update(slots)
         self._settled(slots)
 
     async def close(self) -> None:

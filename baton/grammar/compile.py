@@ -82,7 +82,12 @@ class Vocabulary:
             raise refused("it is nested too deeply") from None
         except ValueError as error:
             raise refused(str(error)) from error
-        matcher = LLMatcher(self.built(), text, log_level=0, limits=limits())
+        try:
+            matcher = LLMatcher(self.built(), text, log_level=0, limits=limits())
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of the compiler is no Exception
+            raise refused(f"the compiler fails on it: {type(error).__name__}") from error
         if matcher.is_error():
             raise refused(matcher.get_error())
         if wrong := _first_steps(matcher.deep_copy()):
@@ -121,4 +126,5 @@ class _Wrapper:
         self.tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special=False)
+        # Forced text goes on where other text ended: some vocabularies would put a space before it.
+        return self.tokenizer.encode_continuation(text)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.engine.port import Grammar, GrammarKind
 
@@ -18,6 +19,11 @@ JSON_OPTIONS: dict[str, Any] = {
 }
 """One line of JSON with at most one space after a comma or colon. Where any whitespace may come, a model in doubt draws
 blank lines until its budget is gone."""
+
+MAX_GBNF_RULES = 512
+MAX_GBNF_BYTES = 32 << 10
+"""The converter is Python whose time grows with the square of either: this much is some tens of milliseconds."""
+_LARK = re.compile(r"%llguidance\b|start\s*:")
 
 ASCII_CLASSES = "dws"
 """`\\d`, `\\w` and `\\s` are ASCII, as most who write them mean."""
@@ -62,8 +68,13 @@ def lark(text: str) -> str:
     """Lark stays as it is, GBNF becomes Lark."""
     if text.lstrip().startswith("{"):
         raise ValueError("a grammar must be in the syntax of Lark or GBNF")
+    # Line by line: a search for this at the beginning of any line takes minutes of a text of empty ones.
+    if any(_LARK.match(line.lstrip()) for line in text.splitlines()):
+        return text
+    if text.count("::=") > MAX_GBNF_RULES or len(text) > MAX_GBNF_BYTES:
+        raise ValueError(f"in GBNF at most {MAX_GBNF_RULES} rules and {MAX_GBNF_BYTES} bytes are taken: use Lark")
     try:
-        return any_to_lark(text)
+        return str(gbnf_to_lark(text))
     except RecursionError:
         raise ValueError("the grammar is nested too deeply") from None
     except Exception as error:  # the converter raises bare Exception, and IndexError at the end of a text

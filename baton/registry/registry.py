@@ -145,7 +145,11 @@ class Registry:
         if not await claim.registered(timeout_s) or key.standing is None:
             await self._drop_claim(path, claim)
             raise BatonError(Reason.REGISTRY_UNAVAILABLE, f"etcd did not answer about {kind}/{id} in {timeout_s:g} s")
-        standing = json_format.Parse(key.standing, type(message)(), ignore_unknown_fields=True)
+        try:
+            standing = json_format.Parse(key.standing, type(message)(), ignore_unknown_fields=True)
+        except json_format.ParseError as error:
+            await self._drop_claim(path, claim)
+            raise BatonError(Reason.REGISTRY_UNAVAILABLE, f"{kind}/{id} in etcd cannot be read: {error}") from error
         if standing == message:
             self._claims[path] = (key, claim)
         else:

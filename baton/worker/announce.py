@@ -12,6 +12,7 @@ An engine that does not know which weights it runs (an upstream) has no whole ca
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -95,9 +96,13 @@ def layout_difference(ours: registry_pb2.StandingLayout, standing: registry_pb2.
     return layout_from_pb(ours.layout).differences(layout_from_pb(standing.layout))
 
 
+CLAIM_AGAIN_S = 1.0
+
+
 async def _until_known(claim: Callable[[], Awaitable[T]]) -> T:
     while True:
         try:
             return await claim()
         except BatonError as error:
             _log.warning("not claimed yet", message=error.message)
+            await asyncio.sleep(CLAIM_AGAIN_S)

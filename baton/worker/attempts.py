@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
+import structlog
+
 from baton.engine.port import FinishReason, FirstToken, Request, Reservation, TokenEvent, TokenLogprob
 from baton.errors import BatonError, Reason
 from baton.route import RouteReason
@@ -15,6 +17,8 @@ from baton.rpc.errors import failure
 from baton.v1 import worker_pb2 as pb
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.sessions import Session
+
+_log = structlog.get_logger()
 
 Key = tuple[str, int]
 """(uid, attempt)."""
@@ -273,5 +277,10 @@ class Attempts:
             attempt = self._live.get((event.uid, event.attempt))
             if attempt is None:
                 self._metrics.late_events.inc()
-            else:
+                continue
+            try:
                 attempt.on_engine_event(event)
+            except Exception as error:  # an event that cannot be: its own attempt ends, and nobody else's
+                _log.exception("an engine's event could not be passed on", uid=event.uid)
+                attempt.send_failure(BatonError(Reason.ENGINE_FAILED, f"{type(error).__name__} in an engine's event"))
+                attempt.abort()

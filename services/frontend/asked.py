@@ -52,7 +52,10 @@ class Reading:
         raw = parse_json(body)
         check_model(model_of(raw), self._name)
         chat = "messages" in raw if chat is None else chat
-        return self._chat(raw, limit) if chat else self._completion(raw, limit)
+        try:
+            return self._chat(raw, limit) if chat else self._completion(raw, limit)
+        except RecursionError:  # orjson reads deeper than json writes
+            raise BatonError(Reason.INVALID_REQUEST, "The body is nested too deeply.") from None
 
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body = parse_chat(raw, self._vocab_size)

@@ -105,7 +105,9 @@ class Frontend:
             sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs, grammar=asked.grammar)
             show = Show(options.show_special, options.include_stop, options.token_ids)
             shown = dict(asked.voice.shown)
-            asks.append(Ask(prompt, sampling, budget, options.stop, show, prompt_logprobs, shown))
+            # A grammar of calls has its own end: a stop string would cut them in the middle of their JSON.
+            stops = () if asked.voice.tools and asked.grammar is not None else options.stop
+            asks.append(Ask(prompt, sampling, budget, stops, show, prompt_logprobs, shown))
         return asks
 
     def _format(self, asked: Asked, head: tuple[str, int, str, str]) -> Format:

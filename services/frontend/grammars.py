@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections import OrderedDict
@@ -27,7 +28,8 @@ class GrammarCheck:
     def warm(self) -> None:
         """Build the vocabulary: it holds the interpreter's lock for 0.2 s, which streams would wait for."""
         if self._vocabulary.eos_ids:
-            self._vocabulary.built()
+            with contextlib.suppress(ValueError):  # then each grammar is refused, in the same words
+                self._vocabulary.built()
 
     def check(self, grammar: Grammar, param: str, what: str = "the grammar") -> None:
         """Raises BatonError(INVALID_REQUEST, `param`) in the compiler's words."""

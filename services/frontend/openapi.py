@@ -43,11 +43,23 @@ _USAGE = _object(
     }
 )
 _EVENT = _object({"data": _STRING})
-_FINISH = {"enum": ["stop", "length"]}
+_FINISH = {"enum": ["stop", "length", "tool_calls"]}
 _MODEL = _object(
     {"id": _STRING, "object": {"const": "model"}, "created": _COUNT, "owned_by": _STRING, "max_model_len": _COUNT}
 )
-_MESSAGE = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": _NULL})
+_MESSAGE = _object(
+    {
+        "role": {"const": "assistant"},
+        "content": {"type": ["string", "null"]},
+        "refusal": _NULL,
+        "reasoning_content": _STRING,
+        "reasoning": _STRING,
+        "tool_calls": {"type": "array"},
+    },
+    "reasoning_content",
+    "reasoning",
+    "tool_calls",
+)
 
 
 def _answer(kind: str, choice: Json) -> Json:

@@ -218,6 +218,9 @@ class Generation:
             await self._launch(fresh, (), broken)
         for choice in begun:
             await self._text_to_tokens(choice)
+            self._finish_if_over(choice)  # its text may come to more tokens than were counted
+            if choice.finished:
+                continue
             self._note(RouteReason.RESUMED)
             lost, tokens = broken.leg.plan.worker.id, len(choice.received)
             _log.info("output moves", uid=self.work.uid, lost=lost, tokens=tokens, error=str(broken.error))
@@ -391,7 +394,9 @@ class Generation:
                 plan = await self._backend.router.route(self._route_request(emitted))
             except BatonError as error:
                 patience = began + self._patience_s(emitted, error)
-                if error.reason in _NO_PLACE and time.monotonic() < patience and time.time() < self.work.deadline:
+                # What has been taken once was right: those who could do it are away.
+                absent = error.reason in _NO_PLACE or (bool(emitted) and error.reason is Reason.INVALID_REQUEST)
+                if absent and time.monotonic() < patience and time.time() < self.work.deadline:
                     # Whoever was left out may be back by now.
                     self._exclude.clear()
                     await asyncio.sleep(low * random.uniform(0.5, 1.0))

@@ -76,15 +76,16 @@ class Voices:
         if tools is None or not tools.callable or (tools.freedom == "auto" and structure is None):
             return None if structure is None else structure.grammar
         for function in tools.callable:
-            schema = Grammar(GrammarKind.JSON, json.dumps(arguments(function.parameters)))
-            self.grammars.check(schema, f"{function.where}.parameters", f"the schema of '{function.name}'")
+            taken = Grammar(GrammarKind.JSON, json.dumps(arguments(function.parameters)))
+            self.grammars.check(taken, f"{function.where}.parameters", f"the schema of '{function.name}'")
         signatures = [(function.name, function.parameters) for function in tools.callable]
         rules = TOOLS[self._tools].grammar(signatures, tools.parallel, self._token_id)
         start = "start: calls\n"
         if tools.freedom == "auto" and structure is not None:
             if structure.grammar.kind is not GrammarKind.JSON:
                 raise invalid(f"'{structure.param}' excludes 'tools' that may be called.", structure.param)
-            start = f"start: calls | answer\nanswer: {embedded(json.loads(structure.grammar.text))}\n"
+            schema = json.loads(structure.grammar.text)
+            start = f"start: calls | answer\nanswer: {embedded({} if schema is True else schema)}\n"
         grammar = Grammar(GrammarKind.GRAMMAR, start + rules)
         self.grammars.check(grammar, "tools", "what they are together")
         return grammar

@@ -165,6 +165,10 @@ def base_url(url: str) -> str:
         raise BatonError(Reason.INVALID_REQUEST, f"--upstream: {url} is no URL: {error}", param="upstream") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise BatonError(Reason.INVALID_REQUEST, f"--upstream: {url} is no http(s) URL", param="upstream")
+    if parsed.userinfo:
+        raise BatonError(
+            Reason.INVALID_REQUEST, "--upstream: no user or password in it, but in --api-key-file", param="upstream"
+        )
     return f"{url.rstrip('/')}/v1" if parsed.path in ("", "/") else url.rstrip("/")
 
 

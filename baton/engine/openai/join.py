@@ -28,6 +28,7 @@ RETRY_S = 1.0
 TRIAL_TEXT = "The quick brown fox jumps"
 TRIAL_S = 60.0
 _HOPELESS = (Reason.UNAUTHORIZED, Reason.MODEL_NOT_FOUND)
+_LOADING = (429, 502, 503)
 
 _log = structlog.get_logger()
 
@@ -43,7 +44,22 @@ class Joined:
 
 async def join(upstream: Upstream, options: UpstreamOptions, tokenizer: Tokenizer) -> Joined:
     """Wait for the server and try it. Raises BatonError(ENGINE_FAILED) with what the operator has to know."""
-    described = await _wait(upstream, options.start_s)
+    end = time.monotonic() + options.start_s
+    while True:
+        described = await _wait(upstream, max(0.0, end - time.monotonic()))
+        try:
+            return await _tried(upstream, options, tokenizer, described)
+        except BatonError as error:
+            # llama.cpp names its model before it has loaded it.
+            loading = isinstance(error.__cause__, UpstreamError) and error.__cause__.status in _LOADING
+            if not loading or time.monotonic() >= end:
+                raise
+        await asyncio.sleep(RETRY_S)
+
+
+async def _tried(
+    upstream: Upstream, options: UpstreamOptions, tokenizer: Tokenizer, described: dict[str, Any]
+) -> Joined:
     owner = str(described.get("owned_by") or "")
     dialect = BY_NAME.get(options.dialect) or known_by(owner)
     form = PromptForm.TEXT

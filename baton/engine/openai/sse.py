@@ -33,10 +33,11 @@ class EventParser:
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
         """Data of the events that `piece` completes. Raises TooLargeError; nothing can be fed after that."""
+        if not piece:
+            return
         if self._after_cr and piece[:1] == b"\n":  # the second half of a line's end
             piece = piece[1:]
-        if piece:
-            self._after_cr = piece[-1:] == b"\r"
+        self._after_cr = piece[-1:] == b"\r"
         *whole, rest = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         for line in whole:
             self._line += line
@@ -56,7 +57,7 @@ class EventParser:
         field, _, value = line.partition(b":")
         if field == b"data":
             self._data.append(value.removeprefix(b" "))
-            self._size += len(value)
+            self._size += len(value) + 1
         return None
 
     def _check(self, more: int) -> None:

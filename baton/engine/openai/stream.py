@@ -17,6 +17,8 @@ from baton.errors import BatonError, Reason
 TRAILER_S = 2.0
 OVERRUN = 2
 """A server that sends so many times the tokens that it may has not understood `max_tokens`: it is cut off."""
+MOST = 2**31 - 1
+"""Tokens that a server may say it counted: more is no count."""
 _FINISHES = {
     "stop": FinishReason.STOP,
     "eos": FinishReason.STOP,
@@ -54,8 +56,9 @@ class ChoiceStream:
             text = self._take(chunk)
             if text:
                 yield self._event(text)
-        while (chunk := await self._trailing(chunks)) is not None:
-            self._take(chunk)
+        end = time.monotonic() + TRAILER_S
+        while time.monotonic() < end and (chunk := await self._trailing(chunks)) is not None:
+            self._usage(chunk.get("usage"))
         yield self._event("", self._finish)
 
     def _take(self, chunk: dict[str, Any]) -> str:
@@ -85,14 +88,14 @@ class ChoiceStream:
         if not isinstance(usage, dict):
             return
         told = usage.get("completion_tokens")
-        if isinstance(told, int) and told > 0:
+        if isinstance(told, int) and 0 < told <= OVERRUN * self._max_tokens + OVERRUN:
             self.tokens = told
         prompt = usage.get("prompt_tokens")
-        if isinstance(prompt, int) and prompt > 0:
+        if isinstance(prompt, int) and 0 < prompt <= MOST:
             self.prompt_tokens = prompt
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        if isinstance(cached, int) and cached > 0:
+        if isinstance(cached, int) and 0 < cached <= MOST:
             self.cached_tokens = cached
 
     async def _trailing(self, chunks: Chunks) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ from baton.errors import BatonError
 from baton.grammar.compile import Program
 from baton.grammar.follow import Follower
 
-MAX_KEPT = 32
+MAX_KEPT = 8
+"""What outputs have met of a grammar stays with it: tens of MiB of a large one."""
 
 
 @dataclass(eq=False)
@@ -72,6 +73,8 @@ class Grammars:
                 compiled.program = self._compile(compiled.grammar)
             except BatonError as error:
                 compiled.error = error.message
-            except Exception as error:
+            except (
+                BaseException
+            ) as error:  # a panic of the compiler is no Exception, and the next grammar needs the thread
                 compiled.error = f"{type(error).__name__}: {error}"
             self._done()

@@ -386,9 +386,10 @@ class Scheduler:
             tokens = by_sequence.get(sequence, [])
             failure = next((token.failure for _, token in tokens if token.failure), "")
             if failure:
-                if job.grammar is not None and self._grammars is not None and any(t.grammar for _, t in tokens):
+                grammar = any(token.grammar for _, token in tokens)
+                if job.grammar is not None and self._grammars is not None and grammar:
                     self._grammars.drop(job.grammar)
-                self._fail(job, Reason.INTERNAL, failure, outcome)
+                self._fail(job, Reason.INVALID_REQUEST if grammar else Reason.INTERNAL, failure, outcome)
             elif not sequence.forks:
                 self._continue(sequence, tokens[0][1], outcome)
             elif job.phase is Phase.PREFILL:

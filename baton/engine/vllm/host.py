@@ -263,7 +263,11 @@ class VllmEngine(Engine):
         staging = self._started[0]
         await self._settled()
         assert self._llm is not None
-        await self._llm.reset_prefix_cache()
+        try:
+            async with asyncio.timeout(ENDING_S):
+                await self._llm.reset_prefix_cache()
+        except TimeoutError:
+            raise BatonError(Reason.ENGINE_FAILED, f"vLLM said nothing for {ENDING_S:g} s") from None
         return staging.clear()
 
     async def close(self) -> None:
@@ -272,11 +276,11 @@ class VllmEngine(Engine):
             self._parts[2].stop_all()
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            self._error = self._error or BatonError(Reason.ENGINE_FAILED, "the engine was closed")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await asyncio.to_thread(llm.shutdown, CLOSE_S)
         await self._listener.close()
+        self._fail(BatonError(Reason.ENGINE_FAILED, "the engine was closed"))
 
 
 def _own(reservation: Reservation) -> VllmReservation:

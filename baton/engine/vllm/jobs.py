@@ -131,6 +131,7 @@ class Jobs:
             job=number,
             drawn=len(request.emitted_ids) + len(drawn),
             tokens=tokens,
+            most=max(1, self._spec.max_context - len(prompt)),
             slots=list(room.slots),
             ready=ready,
             saves=saves and not room.running and room.ready < len(room.slots),

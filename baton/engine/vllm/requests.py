@@ -26,6 +26,7 @@ def sampling(
     job: int,
     drawn: int,
     tokens: int | None,
+    most: int,
     slots: list[int],
     ready: int,
     saves: bool,
@@ -33,8 +34,8 @@ def sampling(
 ) -> VllmSampling:
     """What vLLM is asked for one choice, of whose output `drawn` tokens are in its prompt already.
 
-    `tokens`: how many to generate, None for what the budget leaves. To vLLM every request is greedy, without a minimum:
-    the rest is drawn by `BatonSampler`.
+    `tokens`: how many to generate, None for what the budget leaves; then `most` (up to the context's end) at most. To
+    vLLM every request is greedy, without a minimum: the rest is drawn by `BatonSampler`.
     """
     params = request.sampling
     arguments: dict[str, Any] = {
@@ -46,7 +47,7 @@ def sampling(
     }  # fmt: skip
     return VllmSampling(
         temperature=0.0,
-        max_tokens=tokens if tokens is not None else params.max_tokens - drawn,
+        max_tokens=tokens if tokens is not None else min(params.max_tokens - drawn, most),
         stop_token_ids=stops(request, eos_token_ids),
         ignore_eos=True,  # ends are named above; vLLM's own idea of them may differ
         logprobs=params.logprobs,

@@ -94,6 +94,7 @@ class BatonSampler(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Leave one token in every row that asks for more than the most likely one."""
+        self._check_plain(logits)
         rows = {index: row for index, row in self._rows.items() if row.ours and index < len(logits)}
         if not rows:
             return logits
@@ -106,6 +107,15 @@ class BatonSampler(LogitsProcessor):
         logits[indices] = float("-inf")
         logits[indices, drawn] = 0.0
         return logits
+
+    def _check_plain(self, logits: torch.Tensor) -> None:
+        """Rows that are left to vLLM: the most likely of what are no numbers would be told as text."""
+        plain = [index for index, row in self._rows.items() if not row.ours and index < len(logits)]
+        if not plain:
+            return
+        for index, sound in zip(plain, logits[plain].max(-1).values.isfinite().tolist(), strict=True):
+            if not sound:
+                get_kv_transfer_group().broken(self._rows[index].draw.job, "the logits are not numbers")
 
     def _alone(self, logits: torch.Tensor, row: _Row) -> int:
         try:

@@ -107,19 +107,16 @@ class Staging:
 
     def swap(self, room: Room, blocks: Sequence[int]) -> None:
         """Quarantine the slots of these open blocks, and take others; where there are none the room ends earlier."""
-        for number in sorted(blocks):
-            if number >= len(room.slots):
-                continue
-            slot = room.slots[number]
+        late = sorted(number for number in blocks if number < len(room.slots))
+        for number in late:  # all of them, before anything is given back: a late read may still write to each
+            self.pool.quarantine(room.slots[number])
+        for number in late:
             try:
-                (other,) = self.pool.take(1)
+                (room.slots[number],) = self.pool.take(1)
             except PoolFull:
-                self.pool.quarantine(slot)
-                self.pool.drop(room.slots[number + 1 :])
+                self.pool.drop(slot for i, slot in enumerate(room.slots) if i > number and i not in late)
                 del room.slots[number:]
                 return
-            self.pool.quarantine(slot)
-            room.slots[number] = other
 
     def settle(self, slots: Sequence[int]) -> None:
         """Late reads into these slots are over."""

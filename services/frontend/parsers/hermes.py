@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from services.frontend.parsers.events import Event, Signature, Text, TokenId, begun
 from services.frontend.parsers.jsoncalls import JsonCalls
@@ -21,6 +21,7 @@ class HermesParser(MarkedParser):
     """See the module."""
 
     opening = "<tool_call>"
+    specials: ClassVar[tuple[str, ...]] = (opening, CLOSING)
 
     def begin(self) -> None:
         self._calls = JsonCalls(self._functions)

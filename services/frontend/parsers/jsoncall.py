@@ -181,7 +181,9 @@ class JsonCall:
             self._out += [Call(name), Arguments(self._held)]
         elif self._key in _ARGUMENTS and self._text and self._text != "null":
             # Some write the arguments as a string of JSON: that string is what clients expect.
-            self._pass(_decoded(self._text) if self._text.startswith('"') else self._text)
+            given = _decoded(self._text) if self._text.startswith('"') else self._text
+            if given.strip():
+                self._pass(given)
         if self._bare:
             self._close()
 
@@ -197,4 +199,5 @@ def _decoded(text: str) -> str:
         value = json.loads(text)
     except ValueError:
         return ""
-    return value if isinstance(value, str) else ""
+    # An escaped half of a surrogate pair is no character: no answer could be encoded with it.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""

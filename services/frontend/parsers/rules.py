@@ -27,7 +27,8 @@ def one_of(functions: Sequence[Signature], key: str) -> str:
 
 def arguments(parameters: dict[str, Any]) -> dict[str, Any]:
     """The schema of an object that has no other members than it names, where it does not say otherwise."""
-    closed = "additionalProperties" in parameters or "patternProperties" in parameters or "$ref" in parameters
+    says = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
+    closed = not parameters.keys().isdisjoint(says)
     extra = {} if closed else {"additionalProperties": False}
     return {"type": "object", **parameters, **extra}
 

@@ -139,6 +139,8 @@ def test_text_stays_text(name: str, text: str) -> None:
         ("hermes", '<tool_call>[{"name": "get"}, {"name": "add", "arguments": null}]</tool_call> done', "done", [["get", "{}"], ["add", "{}"]]),
         ("hermes", '<tool_call>{"name": "get", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [["get", '{"a": 1}']]),
         ("hermes", '<tool_call>{"name": "get", "arguments": {"a": 1', "", [["get", '{"a": 1']]),
+        ("hermes", '<tool_call>{"name": "get", "arguments": ""}</tool_call>', "", [["get", "{}"]]),
+        ("hermes", '<tool_call>{"name": "get", "arguments": "\\ud83d"}</tool_call>', "", [["get", "?"]]),
         ("hermes", "<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>", []),
         ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', '<tool_call>{"name": "other", "arguments": {}}</tool_call>', []),
         ("hermes", "a < b <tool", "a < b <tool", []),

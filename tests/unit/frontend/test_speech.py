@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -182,6 +183,33 @@ def test_refused_before_any_worker(
         assert refused.value.param == param
         assert words in refused.value.message
         assert refused.value.reason.spec.http_status == 400
+
+
+@pytest.mark.parametrize("depth", [900, 1000, 1015])
+def test_deep_json_is_an_answer_or_a_refusal(model: Model, reading: Reading, depth: int) -> None:
+    """What parses may still be too deep for what writes it again."""
+    deep = "[" * depth + "]" * depth
+    schema = f'{{"type": "json_schema", "json_schema": {{"name": "x", "schema": {{"default": {deep}}}}}}}'
+    arguments = json.dumps(f'{{"a": {deep}}}')
+    call = f'{{"function": {{"name": "f", "arguments": {arguments}}}, "id": "1", "type": "function"}}'
+    for fields in (
+        f'"messages": {json.dumps(HI)}, "response_format": {schema}',
+        f'"messages": [{json.dumps(HI[0])}, {{"role": "assistant", "tool_calls": [{call}]}}]',
+    ):
+        with contextlib.suppress(BatonError):
+            reading.read(f'{{"model": "{model.name}", {fields}}}'.encode(), chat=True, limit=8192)
+
+
+def test_any_json_beside_tools_that_may_be_called(model: Model, reading: Reading) -> None:
+    body = {"model": model.name, "messages": HI, "tools": [NOW], "guided_json": "true"}
+    assert reading.read(json.dumps(body).encode(), chat=True, limit=2048).grammar is not None
+
+
+def test_a_tool_that_takes_one_of_several_forms(model: Model, reading: Reading) -> None:
+    forms = [{"properties": {name: {"type": "string"}}, "required": [name]} for name in ("a", "b")]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "anyOf": forms}}}
+    body = {"model": model.name, "messages": HI, "tools": [tool], "tool_choice": "required"}
+    assert reading.read(json.dumps(body).encode(), chat=True, limit=2048).grammar is not None
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,21 @@ async def test_text_comes_as_it_is_sent_and_is_counted_by_the_server(model: Mode
         assert (body["prompt"], body["model"], body["max_tokens"]) == (PROMPT, MODEL, 16)
 
 
-@pytest.mark.parametrize("last", ["usage", "DONE", "nothing", "silence", "garbage"])
+@pytest.mark.parametrize("told", [-1, 0, 1.5, 2**40, "7", True], ids=str)
+async def test_counts_that_cannot_be_are_not_taken(model: Model, told: Any) -> None:
+    async def script(asked: Asked) -> None:
+        await asked.begin()
+        await asked.text("a")
+        await asked.text("b", "length")
+        usage = {"completion_tokens": told, "prompt_tokens": told, "prompt_tokens_details": {"cached_tokens": told}}
+        await asked.event({"choices": [], "usage": usage})
+
+    async with running(model, script) as one:
+        heard = await one.complete("r")
+        assert (heard.text, heard.tokens in (1, 2), heard.cached in (0, 1)) == ("ab", True, True)
+
+
+@pytest.mark.parametrize("last", ["usage", "DONE", "nothing", "endless", "malformed", "silence", "garbage"])
 async def test_an_end_is_an_end_whatever_follows(model: Model, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "TRAILER_S", 0.2)
 
@@ -169,6 +183,12 @@ async def test_an_end_is_an_end_whatever_follows(model: Model, last: str, monkey
             await asked.event("[DONE]")
         elif last == "garbage":
             await asked.event("{]")
+        elif last == "malformed":
+            await asked.event({"choices": "?", "usage": []})
+        elif last == "endless":
+            while not asked.gone.is_set():
+                await asked.event({"choices": []})
+                await asyncio.sleep(0.05)
         elif last == "silence":
             await asked.gone.wait()
 
@@ -528,6 +548,27 @@ async def test_it_waits_for_a_server_that_is_still_loading(model: Model, monkeyp
     await upstream.stop()
 
 
+async def test_it_waits_for_a_server_that_names_its_model_before_it_has_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's does so."""
+    monkeypatch.setattr("baton.engine.openai.join.RETRY_S", 0.02)
+
+    tried = asyncio.Event()
+
+    async def loading(asked: Asked) -> None:
+        await asked.fail(503, {"error": {"message": "Loading model"}})
+        tried.set()
+
+    async with ScriptedUpstream(loading) as upstream:
+        one = Client(upstream, model)
+        starting = asyncio.create_task(one.engine.start())
+        await asyncio.wait_for(tried.wait(), HANG_S)
+        upstream.script = hello
+        await asyncio.wait_for(starting, HANG_S)
+        await one.engine.close()
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PROBE_EACH_S", 0.05)
@@ -609,7 +650,7 @@ async def test_rates_are_learnt(model: Model) -> None:
         assert stats.decode_step_s >= 0.02
 
 
-@pytest.mark.parametrize("url", ["ftp://x/v1", "nonsense", "http://", "http://[::1"])
+@pytest.mark.parametrize("url", ["ftp://x/v1", "nonsense", "http://", "http://[::1", "http://me:secret@h/v1"])
 def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(BatonError) as refused:
         client.base_url(url)

@@ -110,6 +110,23 @@ def test_late_slots_are_exchanged_and_the_room_ends_where_there_are_no_others(po
     assert staging.findings() == []
 
 
+def test_every_late_slot_is_kept_apart_when_there_are_no_others(pool: Pool) -> None:
+    """Reads may still write to each of them: none may go to another request."""
+    staging = pool.staging
+    room = staging.take(keys(*range(1, SLOTS + 1)), 0)
+    late = room.slots[1:]
+    staging.swap(room, range(1, SLOTS))
+    assert len(room.slots) == 1
+    staging.release(room)
+    assert staging.pool.quarantined == len(late)
+    other = staging.take(keys(99), 0)
+    assert set(other.slots).isdisjoint(late)
+    staging.release(other)
+    staging.settle(late)
+    assert staging.pool.available == SLOTS
+    assert staging.findings() == []
+
+
 def test_a_hold_keeps_blocks(pool: Pool) -> None:
     staging = pool.staging
     room = staging.take(keys(1, 2), 0)

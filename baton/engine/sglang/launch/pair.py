@@ -183,12 +183,21 @@ async def _unless_failed(awaitable: Awaitable[T], other: asyncio.Task[None] | No
             running = {other} if other is not None and not other.done() else set()
             await asyncio.wait({task, *running}, return_when=asyncio.FIRST_COMPLETED)
             if other is not None and other.done() and not other.cancelled() and (error := other.exception()):
+                await _hang_up(task)
                 raise error
         return task.result()
     finally:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def _hang_up(task: asyncio.Future[T]) -> None:
+    """A reply that came in the moment in which the other leg failed has nobody else to close it."""
+    if task.done() and not task.cancelled() and task.exception() is None:
+        reply = task.result()
+        if isinstance(reply, httpx.Response):
+            await reply.aclose()
 
 
 async def _pieces(reply: httpx.Response, other: asyncio.Task[None] | None) -> AsyncIterator[bytes]:

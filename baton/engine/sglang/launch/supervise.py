@@ -7,11 +7,11 @@ started first. The exit code is that of the child which ended by itself, 0 when 
 from __future__ import annotations
 
 import ctypes
+import http.client
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,7 +110,7 @@ def _answers(url: str) -> bool:
     try:
         with opener.open(url, timeout=PROBE_S) as reply:
             return bool(reply.status == 200)
-    except (OSError, urllib.error.URLError):
+    except (OSError, http.client.HTTPException):
         return False
 
 
