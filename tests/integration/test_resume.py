@@ -226,9 +226,9 @@ async def test_a_stop_string_that_is_half_there(stack: Stack, client: httpx.Asyn
 
 
 async def test_a_stop_token(stack: Stack, client: httpx.AsyncClient) -> None:
-    text = (await undisturbed(stack, client, body())).of(0).text
+    text = (await undisturbed(stack, client, body(max_tokens=5 * TOKENS))).of(0).text
     letter = next(c for i, c in enumerate(text) if i >= 25 and "!" <= c <= "~" and text.index(c) == i)
-    asked = body(stop_token_ids=[ord(letter) - ord("!")])
+    asked = body(stop_token_ids=[ord(letter) - ord("!")], max_tokens=5 * TOKENS)
     assert resumed(await killed(stack, client, asked, 10))
 
 
