@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # takes no logits processors
     "HF_HUB_OFFLINE": "1",
+    # Eager all through: the first request for log probabilities compiled a kernel for seconds, and was given up.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 """Defaults: what is set outside stands."""
 
