@@ -234,9 +234,9 @@ class Jobs:
                     raise message
                 if message is not None:
                     got[message[0]] = message[1]
-                if room.ready > announced:
+                if (ready := room.ready) > announced:
                     yield self._announce(reservation, announced)
-                    announced = room.ready
+                    announced = ready  # more may have been saved while that was on its way
             yield self._done(reservation, got, hits * self._spec.block_size)
         except TimeoutError:
             raise BatonError(Reason.ENGINE_FAILED, "vLLM computed a prompt and did not save it") from None
