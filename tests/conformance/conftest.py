@@ -14,6 +14,17 @@ from tests.conformance.subjects import SUBJECTS, Subject
 from tests.worker_process import Frontend, frontend, settle
 
 
+START_S = 900
+"""The first test of an engine waits for its workers: vLLM's take minutes on a busy machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """This hook sees the items of every folder."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(START_S))
+
+
 @pytest.fixture(scope="package", params=sorted(SUBJECTS))
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_path: Path
