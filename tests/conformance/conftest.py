@@ -13,7 +13,6 @@ from baton.v1 import registry_pb2
 from tests.conformance.subjects import SUBJECTS, Subject
 from tests.worker_process import Frontend, frontend, settle
 
-
 START_S = 900
 """The first test of an engine waits for its workers: vLLM's take minutes on a busy machine."""
 
