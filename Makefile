@@ -14,6 +14,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 ARGS ?=
 # An etcd that `baton fetch` brought is found by the tests, after one of the machine's own.
 export PATH := $(PATH):$(CURDIR)/.baton/bin
+# Compiled modules are kept whatever the shell says: tests start processes by the hundred, vLLM's compile for 10 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
