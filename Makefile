@@ -64,7 +64,9 @@ format: venv ## ruff format, and what ruff can fix
 test-fast: venv ## unit tests that are not slow
 	@$(BIN)/pytest tests/unit -m "not slow" -q
 
-test: lint deps vllm-env ## lint and every test: unit, integration, faults
+test: deps ## lint and every test: unit, integration, faults
+	@# While pip fetches, mypy computes.
+	@$(MAKE) --no-print-directory -j lint vllm-env
 	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 --dist loadfile
 	@$(BIN)/pytest tests/integration tests/conformance tests/faults

@@ -56,7 +56,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[St
             pool_gib=0.1,
         ).start()
     yield stack
-    stack.heal()
+    stack.wake()
     stack.teardown()
 
 
@@ -67,7 +67,7 @@ def stack(running: Stack) -> Iterator[Stack]:
     running.settle()
     running.clear_caches()
     yield running
-    running.heal()
+    running.wake()
     running.settle()
 
 

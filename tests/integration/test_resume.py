@@ -38,19 +38,28 @@ def module_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     flags = {"kvstore": False, "pool_gib": 0.1, "chunk_tokens": 64}
     run = Stack(directory, model, prefill=1, decode=2, merged=2, http={"resume_patience_s": 4.0}, **flags).start()
     yield run
-    run.heal()
+    run.wake()
     run.teardown()
 
 
 @pytest.fixture
 def stack(module_stack: Stack) -> Iterator[Stack]:
-    """Whole, clean, with cold caches."""
-    module_stack.heal()
-    module_stack.settle()
-    module_stack.clear_caches()
+    """Clean, with cold caches, and with at least one worker of each role."""
+    enough(module_stack)
     yield module_stack
-    module_stack.heal()
+    module_stack.wake()
     module_stack.settle()
+
+
+def enough(run: Stack) -> None:
+    """Start the dead when a role has nobody left: several at once, because a start takes longer than a test."""
+    run.wake()
+    if all(run.alive(role) for role in ("prefill", "decode", "merged")):
+        run.wait_usable()
+    else:
+        run.heal()
+    run.settle()
+    run.clear_caches()
 
 
 @pytest.fixture
@@ -196,8 +205,7 @@ async def test_at_the_last_but_one(stack: Stack, client: httpx.AsyncClient) -> N
     for left in (1, 2, 3):
         got = await disturbed(stack, client, asked, after(wanted.pieces - left))
         same(got, wanted)
-        await asyncio.to_thread(stack.heal)
-        stack.clear_caches()
+        await asyncio.to_thread(enough, stack)
 
 
 async def test_logprobs_and_their_lists(stack: Stack, client: httpx.AsyncClient) -> None:
@@ -221,8 +229,7 @@ async def test_a_stop_string_that_is_half_there(stack: Stack, client: httpx.Asyn
     assert (wanted.of(0).text, wanted.of(0).finish) == (text[:start], "stop")
     for before in (6, 2, 0):
         same(await disturbed(stack, client, asked, after(wanted.pieces - before)), wanted)
-        await asyncio.to_thread(stack.heal)
-        stack.clear_caches()
+        await asyncio.to_thread(enough, stack)
 
 
 async def test_a_stop_token(stack: Stack, client: httpx.AsyncClient) -> None:
@@ -250,6 +257,7 @@ async def test_three_choices_of_which_one_has_finished(stack: Stack, client: htt
 
 
 async def test_several_prompts_of_which_some_have_begun(stack: Stack, client: httpx.AsyncClient) -> None:
+    await asyncio.to_thread(stack.heal)
     asked = body(**SEEDED, prompt=[PROMPT, LONG[:300], "One more:"], n=2)
     wanted = await undisturbed(stack, client, asked)
     busy = stack.workers("decode", "merged")[:3]
@@ -262,6 +270,7 @@ async def test_several_prompts_of_which_some_have_begun(stack: Stack, client: ht
 
 async def test_echo_with_prompt_logprobs(stack: Stack, client: httpx.AsyncClient) -> None:
     """Runs merged; the prompt is told once."""
+    await asyncio.to_thread(stack.heal, "merged-1", "merged-2")
     got = await killed(stack, client, body(**SEEDED, echo=True, logprobs=2), 20)
     assert resumed(got)
     assert got.of(0).text.startswith(PROMPT)
@@ -277,6 +286,7 @@ async def test_an_answer_in_one_piece(stack: Stack, client: httpx.AsyncClient) -
 
 async def test_killed_again_and_again(stack: Stack, client: httpx.AsyncClient) -> None:
     """Whoever streams is killed, until one worker is left."""
+    await asyncio.to_thread(stack.heal)
     asked = body(**SEEDED, **PENALTIES, max_tokens=5 * TOKENS)
     wanted = await undisturbed(stack, client, asked)
     task = await under_way(stack, client, asked, lambda: streaming(stack))
@@ -342,7 +352,7 @@ async def test_an_idle_engine_that_stands_still_is_known_when_it_is_asked(
     """It has no step to be late with: what it was sent is not read."""
     asked = body(prompt=LONG)
     wanted = await undisturbed(stack, client, asked)
-    for name in stack.workers("prefill", "decode"):
+    for name in stack.alive("prefill", "decode"):
         stack.stop_engine(name)
     began = time.monotonic()
     same(await complete(client, stack.url(), asked), wanted, hits=False)
@@ -352,12 +362,12 @@ async def test_an_idle_engine_that_stands_still_is_known_when_it_is_asked(
 async def test_prefill_killed_in_mid_handover(stack: Stack, client: httpx.AsyncClient) -> None:
     asked = body(**SEEDED, prompt=LONG)
     wanted = await undisturbed(stack, client, asked)
+    stack.kill("merged-1", "merged-2")
     for disturb in (stack.kill, stack.stop):
-        stack.kill("merged-1", "merged-2")
         task = await under_way(stack, client, asked, lambda: stack.metric("prefill-1", "baton_worker_leases"))
         disturb("prefill-1")
         same(await task, wanted, hits=False)
-        await asyncio.to_thread(stack.heal)
+        await asyncio.to_thread(stack.heal, "prefill-1")
         stack.clear_caches()
 
 
@@ -382,6 +392,7 @@ async def test_without_any_worker_left_the_stream_ends_with_one_error(stack: Sta
 
 async def test_the_only_worker_left_is_waited_for(stack: Stack, client: httpx.AsyncClient) -> None:
     """Nobody else could go on with the stream: it waits, and the worker that was missed does."""
+    await asyncio.to_thread(stack.heal, "decode-1")
     asked = body(**SEEDED)
     wanted = await undisturbed(stack, client, asked)
     stack.kill(*set(stack.workers("decode", "merged")) - {"decode-1"})
@@ -396,6 +407,7 @@ async def test_restarted_in_place_has_no_phantom_cache(stack: Stack, client: htt
     """Same id, same address, another epoch: what the old one had is not counted, not asked for and not read."""
     asked = body(prompt=LONG)
     left = {name, "decode-1"} if name == "prefill-1" else {name}
+    await asyncio.to_thread(stack.heal, *left)
     stack.kill(*set(stack.workers()) - left)
     await asyncio.to_thread(until, lambda: stack.states()[name] == "serving", stack.states)
     cold = await served(stack, client, asked)
