@@ -43,12 +43,18 @@ def module_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def stack(module_stack: Stack) -> Iterator[Stack]:
-    """Clean, with cold caches, and with at least one worker of each role."""
-    enough(module_stack)
+def rest(module_stack: Stack) -> Iterator[Stack]:
+    """What the last test left alive, clean."""
     yield module_stack
     module_stack.wake()
     module_stack.settle()
+
+
+@pytest.fixture
+def stack(rest: Stack) -> Stack:
+    """Clean, with cold caches, and with at least one worker of each role."""
+    enough(rest)
+    return rest
 
 
 def enough(run: Stack) -> None:
@@ -390,37 +396,39 @@ async def test_without_any_worker_left_the_stream_ends_with_one_error(stack: Sta
     assert (refused.status, len(refused.errors)) == (503, 1)
 
 
-async def test_the_only_worker_left_is_waited_for(stack: Stack, client: httpx.AsyncClient) -> None:
+async def test_the_only_worker_left_is_waited_for(rest: Stack, client: httpx.AsyncClient) -> None:
     """Nobody else could go on with the stream: it waits, and the worker that was missed does."""
-    await asyncio.to_thread(stack.heal, "decode-1")
+    await asyncio.to_thread(rest.heal, "decode-1")
+    rest.kill(*set(rest.workers("decode", "merged")) - {"decode-1"})
+    rest.clear_caches()
     asked = body(**SEEDED)
-    wanted = await undisturbed(stack, client, asked)
-    stack.kill(*set(stack.workers("decode", "merged")) - {"decode-1"})
-    got = await disturbed(stack, client, asked, after(10), lambda name: stop_until_missed(stack, name))
+    wanted = await undisturbed(rest, client, asked)
+    got = await disturbed(rest, client, asked, after(10), lambda name: stop_until_missed(rest, name))
     same(got, wanted)
     assert (got.worker, got.story["worker"]) == ("decode-1", "decode-1")
     assert resumed(got)
 
 
 @pytest.mark.parametrize("name", ["prefill-1", "decode-1", "merged-1"])
-async def test_restarted_in_place_has_no_phantom_cache(stack: Stack, client: httpx.AsyncClient, name: str) -> None:
+async def test_restarted_in_place_has_no_phantom_cache(rest: Stack, client: httpx.AsyncClient, name: str) -> None:
     """Same id, same address, another epoch: what the old one had is not counted, not asked for and not read."""
     asked = body(prompt=LONG)
     left = {name, "decode-1"} if name == "prefill-1" else {name}
-    await asyncio.to_thread(stack.heal, *left)
-    stack.kill(*set(stack.workers()) - left)
-    await asyncio.to_thread(until, lambda: stack.states()[name] == "serving", stack.states)
-    cold = await served(stack, client, asked)
-    warm = await served(stack, client, asked)
+    await asyncio.to_thread(rest.heal, *left)
+    rest.kill(*set(rest.workers()) - left)
+    rest.clear_caches()
+    await asyncio.to_thread(until, lambda: rest.states()[name] == "serving", rest.states)
+    cold = await served(rest, client, asked)
+    warm = await served(rest, client, asked)
     assert warm.of(0).text == cold.of(0).text
     assert (_cached(cold), _cached(warm) > 0) == (0, True)
-    await asyncio.to_thread(stack.restart_in_place, name)
-    await asyncio.to_thread(until, lambda: stack.states()[name] == "serving", stack.states)
+    await asyncio.to_thread(rest.restart_in_place, name)
+    await asyncio.to_thread(until, lambda: rest.states()[name] == "serving", rest.states)
     for other in left - {name}:
-        stack.clear_cache(other)
-    await asyncio.to_thread(until, lambda: not stack.indexed(), stack.indexed)
-    same(await served(stack, client, asked), cold)
-    same(await served(stack, client, asked), warm)
+        rest.clear_cache(other)
+    await asyncio.to_thread(until, lambda: not rest.indexed(), rest.indexed)
+    same(await served(rest, client, asked), cold)
+    same(await served(rest, client, asked), warm)
 
 
 def _cached(got: Completion) -> int:

@@ -69,6 +69,19 @@ async def test_chat_whole(stack: Stack, model: Model) -> None:
     }
 
 
+async def test_a_fault_of_ours_names_the_request(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(stack.frontend.readiness, "missing", missing)
+    async with httpx.AsyncClient(timeout=HANG_S) as http:
+        told = await http.get(f"{stack.url}/ready", headers={"x-request-id": "mine"})
+        made = await http.get(f"{stack.url}/ready")
+    assert (told.status_code, told.json()["error"]["code"]) == (500, "internal_error")
+    assert told.headers["x-request-id"] == "mine"
+    assert made.headers["x-request-id"].startswith("req_")
+
+
 async def test_chat_stream(stack: Stack, model: Model) -> None:
     stream = await client(stack).chat.completions.create(
         model=model.name, messages=HI, stream=True, stream_options={"include_usage": True}
