@@ -43,7 +43,7 @@ class Ask:
 
 
 class IndexedPiece(NamedTuple):
-    """A piece of one output; outputs count prompt by prompt, choice by choice. `prompt_logprobs` come with its first."""
+    """A piece of one output; outputs count prompt by prompt, choice by choice. Its first has `prompt_logprobs`."""
 
     output: int
     piece: Piece
