@@ -32,7 +32,8 @@ LONG = [
     f"{name} kept a diary of the voyage, and wrote in it each evening what the day had brought. " * 18
     for name in ("Anna", "Boris", "Clara", "David")
 ]
-TOKENS = 48
+TOKENS = 160
+"""A second and more of one stream: long enough to be struck in the middle."""
 
 
 @pytest.fixture(scope="module")
