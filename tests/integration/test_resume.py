@@ -339,7 +339,7 @@ def silences(stack: Stack, name: str) -> float:
 
 async def test_an_engine_that_stands_still_behind_a_live_server(stack: Stack, client: httpx.AsyncClient) -> None:
     """Known by its heartbeats; the router sends nothing there until it moves again."""
-    asked = body(**SEEDED)
+    asked = body(**SEEDED, max_tokens=3 * TOKENS)
     wanted = await undisturbed(stack, client, asked)
     stuck: list[str] = []
 
@@ -354,7 +354,7 @@ async def test_an_engine_that_stands_still_behind_a_live_server(stack: Stack, cl
     assert stack.metric("frontend", "baton_frontend_sessions_lost_total", worker=name, why="stuck") >= 1
     await asyncio.to_thread(until, lambda: stack.states()[name] == "quarantined", stack.states)
     for _ in range(4):
-        assert (await complete(client, stack.url(), asked)).worker != name
+        assert (await complete(client, stack.url(), body(max_tokens=8))).worker != name
     assert stack.states()[name] == "quarantined"
     stack.cont(name)
     await asyncio.to_thread(until, lambda: stack.states()[name] == "serving", stack.states)
@@ -409,7 +409,7 @@ async def test_the_only_worker_left_is_waited_for(rest: Stack, client: httpx.Asy
     await asyncio.to_thread(rest.heal, "decode-1")
     rest.kill(*set(rest.workers("decode", "merged")) - {"decode-1"})
     rest.clear_caches()
-    asked = body(**SEEDED)
+    asked = body(**SEEDED, max_tokens=3 * TOKENS)
     wanted = await undisturbed(rest, client, asked)
     got = await disturbed(rest, client, asked, after(10), lambda name: stop_until_missed(rest, name))
     same(got, wanted)
