@@ -52,7 +52,8 @@ def tools(asked: dict[str, Any]) -> None:
     chunks = list(litellm.completion(messages=ASKED, tools=TOOLS, tool_choice=named, stream=True, **plain))
     (again,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
     assert (again.function.name, json.loads(again.function.arguments)) == ("weather", arguments)
-    required = litellm.completion(messages=ASKED, tools=TOOLS, tool_choice="required", **plain)
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    required = litellm.completion(messages=ASKED, tools=TOOLS, **one, **plain)
     assert required.choices[0].finish_reason == "tool_calls"
     answer = litellm.completion(messages=ASKED, response_format=SCHEMA, **plain).choices[0].message.content
     assert json.loads(answer).keys() == {"city", "days"}
