@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv deps vllm-env clients-env aiperf-env up down status protos lint format test-fast test test-clients api-cases faults clean help
+.PHONY: venv deps vllm-env clients-env aiperf-env up down status protos lint format test-fast test test-unit test-registry test-clients api-cases faults clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -85,9 +85,16 @@ test-fast: venv ## unit tests that are not slow
 test: deps ## lint and every test: unit, integration, faults
 	@# While pip fetches, mypy computes.
 	@$(MAKE) --no-print-directory -j lint vllm-env clients-env
-	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
+	@$(MAKE) --no-print-directory -j --output-sync=target test-unit test-registry
+	@$(BIN)/pytest tests/integration tests/conformance tests/faults --ignore=tests/integration/test_registry.py
+
+# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own, but
+# for the registry's: those wait for leases, and use no CPU to speak of.
+test-unit: venv
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 --dist loadfile
-	@$(BIN)/pytest tests/integration tests/conformance tests/faults
+
+test-registry: venv
+	@$(BIN)/pytest tests/integration/test_registry.py
 
 test-clients: venv clients-env aiperf-env ## every client that we know against a running Baton, aiperf too
 	@$(BIN)/pytest tests/integration/clients -q
