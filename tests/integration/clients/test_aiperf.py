@@ -29,7 +29,7 @@ def test_aiperf(stack: Stack, tiny: Path, tmp_path: Path, endpoint: str) -> None
     command += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", str(tmp_path), "--ui", "none"]
     done = subprocess.run(
         command,
-        env={**os.environ, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "NO_PROXY": "127.0.0.1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
