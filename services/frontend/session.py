@@ -76,7 +76,6 @@ class Session:
         worker: str,
         address: str,
         frontend: str,
-        channels: Channels,
         metrics: FrontendMetrics,
         failed: Callable[[str], None],
     ) -> None:
@@ -87,7 +86,7 @@ class Session:
         self.alive_at = time.monotonic()
         """The worker's last sign of progress: its last frame, or when the step began in which its engine is stuck."""
         self._frontend = frontend
-        self._channels = channels
+        self._channels = Channels()
         self._metrics = metrics
         self._failed = failed
         self._name = ""
@@ -135,6 +134,7 @@ class Session:
             for task in (streaming, leaving):
                 task.cancel()
             await asyncio.gather(streaming, leaving, return_exceptions=True)
+            await self._channels.close()
             self._lose(BatonError(Reason.SESSION_LOST, f"the session with {self.worker} was closed"))
 
     async def _left(self) -> None:
@@ -197,7 +197,7 @@ class Session:
         answer, lost = asyncio.ensure_future(call), self._lost
         try:
             await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            if not answer.done() or answer.cancelled():  # by the end of the connection
                 raise BatonError(Reason.DECODE_UNAVAILABLE, f"worker {self.worker} was lost before it had answered")
             return answer.result()
         finally:
@@ -250,6 +250,8 @@ class Session:
             return Loss.ENDED, BatonError(Reason.SESSION_LOST, text)
         finally:
             call.cancel()
+            # It may be the connection that died: gRPC takes four seconds to find out, and every attempt on it fails.
+            await self._channels.drop(self.address)
 
     def _take(self, frame: worker_pb2.Frame, name: str) -> Loss | None:
         """Pass a frame on. Its last events count also when it says that the worker is lost; returns why it is."""

@@ -30,7 +30,6 @@ class Sessions:
         self,
         frontend: str,
         model: str,
-        channels: Channels,
         background: Background,
         metrics: FrontendMetrics,
         failed: Callable[[str], None] = lambda _: None,
@@ -39,7 +38,6 @@ class Sessions:
         self._failed = failed
         self._frontend = frontend
         self._model = model
-        self._channels = channels
         self._background = background
         self._metrics = metrics
         self._live: dict[str, Session] = {}
@@ -66,10 +64,13 @@ class Sessions:
         session = self._live.get(worker.id)
         if session is not None and session.connected:
             return True
-        stub: worker_pb2_grpc.WorkerServiceAsyncStub
-        stub = worker_pb2_grpc.WorkerServiceStub(self._channels.get(worker.address))
-        described = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
-        return described.epoch == worker.epoch
+        channels = Channels()  # a new connection: the old one may be what is wrong
+        try:
+            stub = worker_pb2_grpc.WorkerServiceStub(channels.get(worker.address))
+            described = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
+            return described.epoch == worker.epoch
+        finally:
+            await channels.close()
 
     def _changed(self, id: str, worker: registry_pb2.Worker | None) -> None:
         known = self._live.get(id)
@@ -87,7 +88,7 @@ class Sessions:
             self._live[id].retry()
 
     def _open(self, id: str, address: str) -> Session:
-        session = Session(id, address, self._frontend, self._channels, self._metrics, self._failed)
+        session = Session(id, address, self._frontend, self._metrics, self._failed)
         self._by_address[address] = session
         self._background.spawn(self._keep(session), f"session {id}")
         return session

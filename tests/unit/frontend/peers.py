@@ -251,7 +251,6 @@ class Stack:
         self.sessions = Sessions(
             "frontend-test",
             model.name,
-            self.channels,
             self.background,
             self.metrics,
             lambda worker: self.client.failed(worker),

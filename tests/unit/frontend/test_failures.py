@@ -359,7 +359,7 @@ async def test_a_silent_router_is_not_waited_for(model: Model) -> None:
             for number in range(3):
                 text, story = await stream_text(stack)
                 assert (text, story["worker"], len(other.requests)) == (TEXT, "a", before + number + 1)
-            await until(lambda: (len(stack.router.requests), stack.router.cancelled) == (4, 1))
+            await until(lambda: stack.router.cancelled == len(stack.router.requests) - 3 >= 1)
             # Nobody answers: their deadlines, then a choice of our own.
             stack.router.silent = other.silent = True
             text, story = await stream_text(stack)

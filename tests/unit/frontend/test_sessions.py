@@ -11,6 +11,7 @@ import pytest
 from baton.model.card import Model
 from baton.v1 import registry_pb2, worker_pb2
 from services.frontend import session as module
+from tests.faults.proxy import proxy
 from tests.unit.frontend.peers import HANG_S, Attempt, ScriptedWorker, running, until
 from tests.unit.frontend.test_failures import TEXT, ids_of, says, stream_text
 
@@ -132,6 +133,22 @@ async def test_the_only_worker_may_be_away_for_a_moment(model: Model) -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await stream_text(stack)
         assert caught.value.code == "decode_unavailable"
+
+
+async def test_a_connection_that_died_in_silence_is_not_tried_again(model: Model) -> None:
+    """Sooner than gRPC finds out about it: the only worker is reached by another before a request gives up."""
+    async with proxy() as line:
+
+        class Behind(ScriptedWorker):
+            async def start(self) -> None:
+                await super().start()
+                line.there, self.address = self.address, line.address
+
+        async with running(model, Behind("only", says(model))) as stack:
+            line.mute()
+            text, story = await stream_text(stack)
+        assert (text, story["worker"]) == (TEXT, "only")
+        assert stack.count("sessions_lost", worker="only", why="silent") == 1
 
 
 async def test_a_worker_that_moved_is_followed_and_a_stale_plan_does_not_disturb(model: Model) -> None:
