@@ -15,6 +15,7 @@ from baton.cli.home import Home
 from baton.model.tokenizer import Tokenizer, load_tokenizer
 from tests.etcd import EtcdServer
 from tests.llama_server import MODEL, LlamaServer
+from tests.oracle import oracle
 from tests.vllm_environment import START_S as VLLM_START_S
 from tests.vllm_environment import vllm_python
 from tests.worker_process import ROOT, START_S, WorkerProcess
@@ -59,17 +60,14 @@ Start = Callable[[Path, Path], AbstractContextManager[Subject]]
 
 @functools.cache
 def transformers_golden(model: Path) -> Golden:
-    """What transformers says in float32 of the same file; read once, and each answer computed once, for all engines."""
+    """What transformers says in float32 of the same file; each answer is computed once, for all engines."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
-    oracle = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(model)
 
     @functools.cache
     def golden(prompt: tuple[int, ...], tokens: int) -> str:
-        output = oracle.generate(
+        output = oracle(model).generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=tokens,

@@ -188,7 +188,7 @@ async def test_a_frontend_that_does_not_read_costs_its_workers_little(stack: Sta
         assert made < len(asked) * 1500, "the streams ended by themselves: the test tests nothing"
         one = await ask(client, stack.url("other"), asked[0], 1500)
         assert one.text == expected[asked[0]], "another frontend is served meanwhile"
-        await asyncio.sleep(max(0.0, stopped + 10 - time.monotonic()))
+        await asyncio.sleep(max(0.0, stopped + 6 - time.monotonic()))
         stack.cont("frontend")
         answers = await asyncio.gather(*streams)
     for name, size in before.items():

@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.asking import Answer, ask, body, openai_client, plain_client
 from tests.integration.stack import HANG_S, SERVED, Stack, until
+from tests.oracle import oracle as oracle_of
 from tests.worker_process import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -72,12 +73,10 @@ class Expected:
 def oracle(model_path: Path) -> dict[str, Expected]:
     """transformers' greedy continuation in f32 of each of PROMPTS, weights and tokenizer read from the same file."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    torch.set_num_threads(1)
-    where = {"pretrained_model_name_or_path": str(model_path.parent), "gguf_file": model_path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(str(model_path.parent), gguf_file=model_path.name)
+    model = oracle_of(model_path)
     found = {}
     with torch.inference_mode():
         for prompt in PROMPTS:
