@@ -61,7 +61,7 @@ async def test_hand_over_on_dead_connections(tmp_path: Path, worker_flags: dict[
     with contextlib.ExitStack() as stack:
         pairs = {}
         for transports in ("nixl,tcp", "tcp"):
-            flags = {**worker_flags, "transports": transports, "cluster": f"idle-{transports}"}
+            flags = {**worker_flags, "transports": transports, "cluster": f"idle-{transports[:3]}"}
             named = {role: f"{role}-idle-{transports[:3]}" for role in ("prefill", "decode")}
             pairs[transports] = [WorkerProcess(role, name, tmp_path, **flags) for role, name in named.items()]
             for worker in pairs[transports]:
