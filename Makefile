@@ -2,11 +2,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv deps vllm-env up down status protos lint format test-fast test api-cases faults clean help
+.PHONY: venv deps vllm-env clients-env aiperf-env up down status protos lint format test-fast test test-unit test-registry test-clients api-cases faults clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
+AIPERF := .venv-aiperf
+JS_CLIENT := openai@7.59.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -14,6 +17,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 ARGS ?=
 # An etcd that `baton fetch` brought is found by the tests, after one of the machine's own.
 export PATH := $(PATH):$(CURDIR)/.baton/bin
+# Compiled modules are kept whatever the shell says: tests start processes by the hundred, vLLM's compile for 10 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
@@ -36,6 +41,21 @@ deps: venv ## what tests need and a checkout does not carry: the model, an etcd,
 
 vllm-env: venv ## what `--engine vllm` needs: an environment of its own (.venv-vllm, 2 GB), the model converted
 	@$(BIN)/baton fetch --engine vllm
+
+clients-env: $(CLIENTS)/.installed ## LangChain, LiteLLM and the JavaScript client, to test with (.venv-clients)
+
+$(CLIENTS)/.installed: requirements-clients.txt Makefile
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-compile -r requirements-clients.txt
+	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/js $(JS_CLIENT)
+	@touch $@
+
+aiperf-env: $(AIPERF)/.installed ## the load tool aiperf with all that it needs (.venv-aiperf)
+
+$(AIPERF)/.installed: Makefile
+	@test -x $(AIPERF)/bin/python || $(PYTHON) -m venv $(AIPERF)
+	@$(AIPERF)/bin/python -m pip --disable-pip-version-check -qq install --no-compile aiperf==0.13.0
+	@touch $@
 
 up: venv ## start everything on this machine (ARGS="--http-port 8080 ...")
 	@$(BIN)/baton up $(ARGS)
@@ -62,10 +82,22 @@ format: venv ## ruff format, and what ruff can fix
 test-fast: venv ## unit tests that are not slow
 	@$(BIN)/pytest tests/unit -m "not slow" -q
 
-test: lint deps vllm-env ## lint and every test: unit, integration, faults
-	@# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own.
+test: deps ## lint and every test: unit, integration, faults
+	@# While pip fetches, mypy computes.
+	@$(MAKE) --no-print-directory -j lint vllm-env clients-env
+	@$(MAKE) --no-print-directory -j --output-sync=target test-unit test-registry
+	@$(BIN)/pytest tests/integration tests/conformance tests/faults --ignore=tests/integration/test_registry.py
+
+# Unit tests keep two cores busy when a file of them runs on each; the others have stacks of processes of their own, but
+# for the registry's: those wait for leases, and use no CPU to speak of.
+test-unit: venv
 	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n 2 --dist loadfile
-	@$(BIN)/pytest tests/integration tests/conformance tests/faults
+
+test-registry: venv
+	@$(BIN)/pytest tests/integration/test_registry.py
+
+test-clients: venv clients-env aiperf-env ## every client that we know against a running Baton, aiperf too
+	@$(BIN)/pytest tests/integration/clients -q
 
 api-cases: venv deps ## 5,000 requests drawn from our OpenAPI description (CASES=5000)
 	@BATON_API_CASES=$(or $(CASES),5000) $(BIN)/pytest tests/integration/test_openapi.py -q -s
@@ -74,5 +106,5 @@ faults: venv deps ## break a running Baton, by seed, and count what clients saw 
 	@$(BIN)/python -m tests.faults.suite $(ARGS)
 
 clean: down ## remove what was built (not the fetched model)
-	@rm -rf $(VENV) .venv-vllm build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) .venv-vllm $(CLIENTS) $(AIPERF) build dist *.egg-info baton/v1 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

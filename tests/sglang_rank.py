@@ -177,7 +177,7 @@ def refusals(etcd: str, *flags: dict[str, Any]) -> list[str]:
 
 
 class Rank:
-    """A running rank, from the test's side."""
+    """A rank, from the test's side. It starts at once, and is waited for when it is first asked for something."""
 
     def __init__(self, directory: Path, name: str, etcd: str, **flags: Any) -> None:
         baton = {"weights": "w" * 32, "etcd": etcd, **flags.pop("baton", {})}
@@ -187,17 +187,16 @@ class Rank:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             )
-        try:
-            assert self._answer() == "ready"
-        except BaseException:
-            self.stop()
-            raise
+        self._ready = False
 
     def __getattr__(self, command: str) -> Any:
         return lambda *args, **named: self.ask(command, *args, **named)
 
     def begin(self, command: str, *args: Any, **named: Any) -> None:
         """Send a command; `finish` brings its answer."""
+        if not self._ready:
+            assert self._answer() == "ready"
+            self._ready = True
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([command, args, named]) + "\n")
         self.process.stdin.flush()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 VOCAB = 320
 
@@ -42,12 +44,19 @@ def make_tiny_model(directory: Path, *, layers: int = 3, hidden: int = 64, conte
     return directory
 
 
-def greedy(directory: Path, prompt: list[int], tokens: int) -> list[int]:
-    """What transformers in f32 generates greedily, end-of-text ignored: the oracle."""
+@functools.cache
+def _oracle(directory: Path) -> Any:
     import torch
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def greedy(directory: Path, prompt: list[int], tokens: int) -> list[int]:
+    """What transformers in f32 generates greedily, end-of-text ignored: the oracle."""
+    import torch
+
+    model = _oracle(directory)
     with torch.inference_mode():
         ids = torch.tensor([prompt])
         output = model(ids, use_cache=True)

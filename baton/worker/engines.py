@@ -63,6 +63,7 @@ def _vllm(process: Process, settings: WorkerSettings) -> Chosen:
         max_streams=settings.max_streams,
         chunk_tokens=settings.chunk_tokens,
         core=settings.core,
+        tensor_parallel=settings.vllm_tensor_parallel,
     )
     return Chosen(
         VllmEngine(options, epoch=process.epoch, owner=process.id), load_card(settings.model, settings.served_name)

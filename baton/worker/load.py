@@ -9,13 +9,11 @@ that, once, and then rests (`Stores`).
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import grpc
 import structlog
 
 from baton.engine.port import Reservation
@@ -23,7 +21,6 @@ from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle
 from baton.kv.keys import block_keys
 from baton.rpc.codec import handle_from_pb, peer_from_pb
-from baton.rpc.errors import from_rpc
 from baton.v1 import kvstore_pb2
 from baton.v1 import worker_pb2 as pb
 from baton.worker.context import WorkerContext
@@ -105,7 +102,8 @@ class StoreLoader:
             keys=keys, fingerprint=self._context.fingerprint, tenant=source.tenant, deadline_s=_left(end)
         )
         found = 0
-        async with aclosing(self._lookup(source, request, end)) as replies:
+        target = source.target
+        async with aclosing(self._stores.lookup(target.id, target.address, request, end)) as replies:
             async for reply in replies:
                 handles = [handle_from_pb(handle) for handle in reply.handles][: len(keys) - found]
                 if handles:
@@ -116,25 +114,6 @@ class StoreLoader:
                     break
         if found < len(keys):
             raise BatonError(Reason.NOT_FOUND, f"{source.target.id} has {found} of {len(keys)} blocks")
-
-    async def _lookup(
-        self, source: Source, request: kvstore_pb2.LookupRequest, end: float
-    ) -> AsyncGenerator[kvstore_pb2.LookupReply]:
-        """Replies until the store says no more. The pins end with this generator."""
-        call = self._stores.stub(source.target.address).Lookup(request)  # held for as long as we read
-        try:
-            while True:
-                async with asyncio.timeout(_left(end)):
-                    reply = await call.read()
-                if not isinstance(reply, kvstore_pb2.LookupReply):
-                    return
-                yield reply
-        except TimeoutError:
-            raise BatonError(Reason.KV_TRANSFER_TIMEOUT, f"{source.target.id} did not answer in time") from None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, Reason.STORE_UNAVAILABLE) from error
-        finally:
-            call.cancel()
 
     async def _read(
         self, reservation: Reservation, handles: Sequence[Handle], end: float, outcome: pb.StoreLoad

@@ -25,6 +25,7 @@ class WorkerSettings(ServiceSettings):
     dtype: str = Field(default="bfloat16", description="bfloat16 or float32.")
     pool_gib: float = Field(default=1.0, gt=0, description="Size of the KV pool that peers read.")
     vllm_cache_gib: float = Field(default=1.0, gt=0, description="vllm: size of its own KV cache, beside the pool.")
+    vllm_tensor_parallel: int = Field(default=1, gt=0, description="vllm: devices that share one copy of the model.")
     max_streams: int = Field(default=64, gt=0, description="Requests generating at once; more wait.")
     chunk_tokens: int = Field(default=256, gt=0, description="Prompt tokens computed in one step.")
     threads: int = Field(default=1, gt=0, description="Threads the engine computes with.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -20,10 +20,10 @@ from baton.errors import BatonError, Reason
 from baton.registry import View
 from baton.rpc.channel import Channels
 from baton.rpc.codec import peer_from_pb
-from baton.rpc.errors import from_failure
+from baton.rpc.errors import from_failure, from_rpc
 from baton.rpc.tasks import Background
 from baton.transfer.transports import Transports
-from baton.v1 import kv_pb2, kvstore_pb2_grpc, registry_pb2
+from baton.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, registry_pb2
 from baton.v1 import worker_pb2 as pb
 
 REST_S = 0.5
@@ -90,6 +90,28 @@ class Stores:
                 await self._channels.get(address).channel_ready()
         except TimeoutError:
             raise BatonError(Reason.STORE_UNAVAILABLE, f"no connection to the store at {address}") from None
+
+    async def lookup(
+        self, id: str, address: str, request: kvstore_pb2.LookupRequest, end: float
+    ) -> AsyncGenerator[kvstore_pb2.LookupReply]:
+        """Replies until the store says no more. The pins of what it said end with this generator: close it.
+
+        Raises BatonError: KV_TRANSFER_TIMEOUT at `end` (a `time.monotonic()`), STORE_UNAVAILABLE.
+        """
+        call = self.stub(address).Lookup(request)  # held for as long as we read
+        try:
+            while True:
+                async with asyncio.timeout(end - time.monotonic()):
+                    reply = await call.read()
+                if not isinstance(reply, kvstore_pb2.LookupReply):
+                    return
+                yield reply
+        except TimeoutError:
+            raise BatonError(Reason.KV_TRANSFER_TIMEOUT, f"{id} did not answer in time") from None
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, Reason.STORE_UNAVAILABLE) from error
+        finally:
+            call.cancel()
 
     def resting(self, id: str) -> bool:
         """Whether the store failed a moment ago and is left alone."""

@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
 from services.frontend.api_keys import RequireKey
@@ -26,12 +25,12 @@ from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
 from services.frontend.media_type import check_media_type
 from services.frontend.openapi import describe
+from services.frontend.request_id import SCOPE_KEY, RequestIds, new_request_id
 from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
 from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
-_MAX_REQUEST_ID = 128
 EXPOSED_HEADERS = ("x-request-id", "x-baton-route", "retry-after")
 """What a page of another origin may read of an answer."""
 
@@ -206,27 +205,7 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     _log.error("unexpected failure", path=request.url.path, exc_info=error)
-    return error_response(internal())
-
-
-class RequestIds:
-    """`x-request-id` on every answer: the caller's own, when it is a plain short text, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, with the header added at the start of the response."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
-        fits = 0 < len(given) <= _MAX_REQUEST_ID and all(0x21 <= byte < 0x7F for byte in given)
-        request_id = given if fits else f"req_{time.time_ns():x}{secrets.token_hex(4)}".encode()
-
-        async def tagged(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
-
-        await self._app(scope, receive, tagged)
+    answer = error_response(internal())
+    # This answer is given outside of RequestIds.
+    answer.headers["x-request-id"] = (request.scope.get(SCOPE_KEY) or new_request_id()).decode()
+    return answer

@@ -43,7 +43,7 @@ class Ask:
 
 
 class IndexedPiece(NamedTuple):
-    """A piece of one output; outputs count prompt by prompt, choice by choice."""
+    """A piece of one output; outputs count prompt by prompt, choice by choice. Its first has `prompt_logprobs`."""
 
     output: int
     piece: Piece
@@ -83,6 +83,8 @@ class Call:
         ]
         self._metrics = backend.metrics
         self._last = [0.0] * len(self._texts)
+        self._scores: dict[int, Sequence[Logprob]] = {}  # of each prompt: workers tell them with one choice alone
+        self._begun: set[int] = set()
 
     @property
     def outputs(self) -> int:
@@ -190,7 +192,17 @@ class Call:
             if self._last[index]:
                 self._metrics.itl.observe(now - self._last[index])
             self._last[index] = now
-        return [IndexedPiece(index, piece, item.prompt_logprobs)]
+        return [IndexedPiece(index, piece, self._scored(item, index))]
+
+    def _scored(self, item: Output, index: int) -> Sequence[Logprob]:
+        """The prompt's log probabilities, once for each of its choices."""
+        prompt = id(item.generation)
+        if item.prompt_logprobs:
+            self._scores[prompt] = item.prompt_logprobs
+        if index in self._begun:
+            return ()
+        self._begun.add(index)
+        return self._scores.get(prompt, ())
 
     def _cached(self) -> int:
         return sum(generation.cached_tokens or 0 for generation in self._generations)

@@ -18,14 +18,14 @@ class Fields:
         self.raw = raw
         self.vocab_size = vocab_size
 
-    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
+    def number(self, name: str, low: float, high: float) -> float | None:
         value = self.raw.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise invalid(f"'{name}' must be a number.", name)
-        if not low <= value <= high or (above and value == low):
-            raise invalid(f"'{name}' must be {'above' if above else 'at least'} {low:g} and at most {high:g}.", name)
+        if not low <= value <= high:
+            raise invalid(f"'{name}' must be at least {low:g} and at most {high:g}.", name)
         return float(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:

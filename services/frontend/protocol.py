@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import BatonError, Reason
 from services.frontend.errors import error_body
+from services.frontend.request_id import new_request_id
 from services.frontend.respond import ABORT_EXTENSION
 
 MAX_HEAD_BYTES = 64 << 10
@@ -83,6 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         content = error_body(BatonError(Reason.INVALID_REQUEST, message))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        head += f"x-request-id: {new_request_id().decode()}\r\n"
         head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + content)
         self.transport.close()

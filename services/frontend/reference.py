@@ -148,7 +148,7 @@ FIELDS = (
     _works("best_of", "only as much as `n`", _integer(1, MAX_CHOICES), (COMPLETIONS,)),
     _works("seed", "one is drawn without; the same seed gives the same text", _integer(-HUGE - 1, HUGE)),
     _works("temperature", "0: greedy", _number(0, 2)),
-    _works("top_p", "", _number(0, 1, exclusiveMinimum=0)),
+    _works("top_p", "0: the likeliest token alone", _number(0, 1)),
     _works("top_k", "0 or -1: all", _integer(-1, (1 << 31) - 1)),
     _works("min_p", "", _number(0, 1)),
     _works("presence_penalty", "", _number(-2, 2)),

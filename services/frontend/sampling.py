@@ -11,6 +11,9 @@ from baton.v1.worker_pb2 import Sampling
 from services.frontend.prompt import too_long
 from services.frontend.schema import Options
 
+NARROWEST = 1e-9
+"""A `top_p` that leaves the likeliest token alone. 0 means the same to the API, but engines refuse it."""
+
 
 def output_budget(options: Options, prompt_tokens: int, context_length: int, default: int | None, param: str) -> int:
     """How many tokens one output may have; 0 only when the client asked for none.
@@ -48,7 +51,7 @@ def make_sampling(
         max_tokens=max(1, max_tokens),
         seed=seed & 0xFFFF_FFFF_FFFF_FFFF,
         temperature=pick(options.temperature, defaults.temperature),
-        top_p=pick(options.top_p, defaults.top_p),
+        top_p=max(NARROWEST, pick(options.top_p, defaults.top_p)),
         top_k=int(pick(options.top_k, defaults.top_k)),
         min_p=pick(options.min_p, defaults.min_p),
         repetition_penalty=pick(options.repetition_penalty, defaults.repetition_penalty),

@@ -186,7 +186,7 @@ def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Opti
         max_tokens=max_tokens,
         seed=fields.integer("seed", -(1 << 63), huge),
         temperature=fields.number("temperature", 0, 2),
-        top_p=fields.number("top_p", 0, 1, above=True),
+        top_p=fields.number("top_p", 0, 1),
         top_k=None if top_k is None else max(0, top_k),
         min_p=fields.number("min_p", 0, 1),
         repetition_penalty=fields.number("repetition_penalty", 0.01, 10),

@@ -15,6 +15,7 @@ from baton.cli.home import Home
 from baton.model.tokenizer import Tokenizer, load_tokenizer
 from tests.etcd import EtcdServer
 from tests.llama_server import MODEL, LlamaServer
+from tests.oracle import oracle
 from tests.vllm_environment import START_S as VLLM_START_S
 from tests.vllm_environment import vllm_python
 from tests.worker_process import ROOT, START_S, WorkerProcess
@@ -57,17 +58,16 @@ Start = Callable[[Path, Path], AbstractContextManager[Subject]]
 """(directory for logs, model) -> its workers, ended afterwards."""
 
 
-def transformers_golden(model: Path, tokenizer: Tokenizer) -> Golden:
-    """What transformers says in float32 of the same file."""
+@functools.cache
+def transformers_golden(model: Path) -> Golden:
+    """What transformers says in float32 of the same file; each answer is computed once, for all engines."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
-    oracle = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(model)
 
     @functools.cache
     def golden(prompt: tuple[int, ...], tokens: int) -> str:
-        output = oracle.generate(
+        output = oracle(model).generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=tokens,
@@ -103,9 +103,8 @@ def started(
 def torch_subject(directory: Path, model: Path) -> Iterator[Subject]:
     """torch in float32 on the real model."""
     flags = {"model": model, "served_name": SERVED, "dtype": "float32", "pool_gib": 0.25, "chunk_tokens": 64}
-    tokenizer = load_tokenizer(model)
     with started(directory, dict.fromkeys(("merged", "prefill", "decode"), flags)) as workers:
-        yield Subject("torch", tokenizer, transformers_golden(model, tokenizer), **workers)  # type: ignore[arg-type]
+        yield Subject("torch", load_tokenizer(model), transformers_golden(model), **workers)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -144,10 +143,9 @@ def vllm_subject(directory: Path, model: Path) -> Iterator[Subject]:
         "chunk_tokens": 64,
         "core": min(os.sched_getaffinity(0)),
     }
-    tokenizer = load_tokenizer(model)
     with started(directory, dict.fromkeys(("merged", "prefill", "decode"), flags), VLLM_START_S) as workers:
-        golden = transformers_golden(model, tokenizer)
-        yield Subject("vllm", tokenizer, golden, whole_blocks=True, **workers)  # type: ignore[arg-type]
+        golden = transformers_golden(model)
+        yield Subject("vllm", load_tokenizer(model), golden, whole_blocks=True, **workers)  # type: ignore[arg-type]
 
 
 SUBJECTS: dict[str, Start] = {"torch": torch_subject, "openai": openai_subject, "vllm": vllm_subject}

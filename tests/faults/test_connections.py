@@ -55,42 +55,46 @@ async def test_sixteen_hand_overs_right_after_start(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transports", ["nixl,tcp", "tcp"])
-async def test_hand_over_on_dead_connections(
-    tmp_path: Path, worker_flags: dict[str, object], greedy: Oracle, transports: str
-) -> None:
+async def test_hand_over_on_dead_connections(tmp_path: Path, worker_flags: dict[str, object], greedy: Oracle) -> None:
     """Everything between decode and prefill went silent. Asked at once, the text is right all the same; asked after a
-    while of idleness, nothing is noticed at all."""
-    flags = {**worker_flags, "transports": transports}
-    with contextlib.ExitStack() as both:
-        pair = [WorkerProcess(role, f"{role}-idle", tmp_path, **flags) for role in ("prefill", "decode")]
-        for worker in pair:
-            both.callback(worker.stop)
-        for worker in pair:
+    while of idleness, nothing is noticed at all. A pair for each transport, idle at the same time."""
+    with contextlib.ExitStack() as stack:
+        pairs = {}
+        for transports in ("nixl,tcp", "tcp"):
+            flags = {**worker_flags, "transports": transports, "cluster": f"idle-{transports[:3]}"}
+            named = {role: f"{role}-idle-{transports[:3]}" for role in ("prefill", "decode")}
+            pairs[transports] = [WorkerProcess(role, name, tmp_path, **flags) for role, name in named.items()]
+            for worker in pairs[transports]:
+                stack.callback(worker.stop)
+        for worker in (one for pair in pairs.values() for one in pair):
             worker.wait_ready()
-        prefill, decode_process = pair
-        async with frontend(decode_process) as decode:
-            await _many(decode, prefill, greedy, "warm")
-        await settle(*pair)
-        _deafen(pair, all_ports=transports == "tcp")
-        async with frontend(decode_process) as decode:
-            began = time.monotonic()
-            ids = prompt(300, "first after the cut")
-            first = await decode.run("first", ids, handed_over(prefill, local=True))
-            took = time.monotonic() - began
-            assert first.tokens == {0: greedy(ids, 16)}
-            assert first.route is not None
-            print(f"{transports}: first answer after {took:.1f} s, {list(first.route.reasons)}")
-            assert took < SOON_S
-        await asyncio.sleep(IDLE_S)
-        async with frontend(decode_process) as decode:
-            await _many(decode, prefill, greedy, "well again")
-        await settle(*pair)
-        _deafen(pair, all_ports=transports == "tcp")
-        await asyncio.sleep(IDLE_S)
-        async with frontend(decode_process) as decode:
-            await _many(decode, prefill, greedy, "first after idleness")
-        await settle(*pair)
+        await asyncio.gather(*(_on_dead_connections(pair, transports, greedy) for transports, pair in pairs.items()))
+
+
+async def _on_dead_connections(pair: list[WorkerProcess], transports: str, greedy: Oracle) -> None:
+    prefill, decode_process = pair
+    async with frontend(decode_process) as decode:
+        await _many(decode, prefill, greedy, f"warm {transports}")
+    await settle(*pair)
+    _deafen(pair, all_ports=transports == "tcp")
+    async with frontend(decode_process) as decode:
+        began = time.monotonic()
+        ids = prompt(300, "first after the cut", transports)
+        first = await decode.run("first", ids, handed_over(prefill, local=True))
+        took = time.monotonic() - began
+        assert first.tokens == {0: greedy(ids, 16)}
+        assert first.route is not None
+        print(f"{transports}: first answer after {took:.1f} s, {list(first.route.reasons)}")
+        assert took < SOON_S
+    await asyncio.sleep(IDLE_S)
+    async with frontend(decode_process) as decode:
+        await _many(decode, prefill, greedy, f"well again {transports}")
+    await settle(*pair)
+    _deafen(pair, all_ports=transports == "tcp")
+    await asyncio.sleep(IDLE_S)
+    async with frontend(decode_process) as decode:
+        await _many(decode, prefill, greedy, f"first after idleness {transports}")
+    await settle(*pair)
 
 
 async def _many(decode: Frontend, prefill: WorkerProcess, greedy: Oracle, name: str) -> None:

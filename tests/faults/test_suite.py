@@ -138,10 +138,10 @@ def _iso(monotonic: float) -> str:
 @pytest.mark.timeout(600)
 def test_a_short_run_finds_nothing() -> None:
     command = [sys.executable, "-m", "tests.faults.suite", "--seed", "3", "--parts", "processes,network"]
-    command += ["--faults", "10,6", "--streams", "20"]
+    command += ["--faults", "8,5", "--streams", "20"]  # each kind once
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["faults"] in (10, 16)  # without network namespaces the second part is left out
+    assert result["faults"] in (8, 13)  # without network namespaces the second part is left out
     assert result["streams"] >= 20

@@ -1,6 +1,7 @@
 """Asks a frontend's probes over and over, from a process of its own: `python -m tests.integration.probing URL`.
 
-Each line on stdin ends it and gets one JSON object: for each path, how often it was asked and how long it took.
+Each line on stdin ends it and gets one JSON object: for each path, how often it was asked, how long it took, and how
+often it was answered with 503, as `/ready` may be.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ def probing(url: str, what: str) -> Iterator[dict[str, dict[str, float]]]:
 
 
 def _told(times: dict[str, float]) -> str:
-    return f"{times['n']:.0f} asked, ms p50 {times['p50']:.1f} p99 {times['p99']:.1f} max {times['max']:.1f}"
+    refused = f", {times['unready']:.0f} answered with 503" if times["unready"] else ""
+    return f"{times['n']:.0f} asked, ms p50 {times['p50']:.1f} p99 {times['p99']:.1f} max {times['max']:.1f}{refused}"
 
 
 def main() -> None:
     """Probe until told to end."""
     connection = http.client.HTTPConnection(sys.argv[1], timeout=HANG_S)
     taken: dict[str, list[float]] = {path: [] for path in PATHS}
+    unready = dict.fromkeys(PATHS, 0)
     print("probing", flush=True)
     while not select.select([sys.stdin], [], [], EVERY_S)[0]:
         for path, times in taken.items():
@@ -53,9 +56,10 @@ def main() -> None:
             connection.request("GET", path)
             answer = connection.getresponse()
             said = answer.read()
-            assert answer.status == 200, (path, answer.status, said)
+            assert answer.status == 200 or (path, answer.status) == ("/ready", 503), (path, answer.status, said)
+            unready[path] += answer.status != 200
             times.append((time.monotonic() - began) * 1000)
-    print(json.dumps({path: _summary(sorted(times)) for path, times in taken.items()}))
+    print(json.dumps({path: {**_summary(sorted(times)), "unready": unready[path]} for path, times in taken.items()}))
 
 
 def _summary(times: list[float]) -> dict[str, float]:

@@ -95,18 +95,23 @@ class Stack:
             raise
         return self
 
-    def heal(self) -> None:
-        """Continue what was stopped, start what has ended, and wait until everybody has found everybody."""
+    def heal(self, *names: str) -> None:
+        """Continue what was stopped, start what has ended (of `names`, when there are some), and wait until everybody
+        has found everybody."""
         if self.etcd.process is None:
             self.etcd.start()
-        for name in self.processes:
-            self.cont(name)
-        ended = [n for n in self._plan if n not in self.processes or self.processes[n].process.poll() is not None]
+        self.wake()
+        ended = [name for name in names or self._plan if not self._lives(name)]
         for name in ended:
             self.launch(name)
         for name in ended:
             self.processes[name].wait_ready()
         self.wait_usable()
+
+    def wake(self) -> None:
+        """Continue what was stopped."""
+        for name in self.processes:
+            self.cont(name)
 
     def launch(self, name: str, **more: object) -> WorkerProcess:
         """Start a process (again, under its old name) without waiting for it."""
@@ -186,6 +191,13 @@ class Stack:
         """Names of the workers of these roles (all without), dead ones included."""
         return [name for name, (role, _) in self._plan.items() if role in (roles or WORKERS)]
 
+    def alive(self, *roles: str) -> list[str]:
+        """The same, without the dead."""
+        return [name for name in self.workers(*roles) if self._lives(name)]
+
+    def _lives(self, name: str) -> bool:
+        return name in self.processes and self.processes[name].process.poll() is None
+
     def log(self, name: str) -> str:
         """The end of what a process said."""
         return self.etcd.log() if name == "etcd" else self.processes[name].log()
@@ -210,12 +222,13 @@ class Stack:
         return {view.worker.id: view.state for view in reply.workers}
 
     def wait_usable(self) -> None:
-        """Wait until each router has every worker in service and every frontend a session with every streaming one."""
-        everyone = self.workers()
+        """Wait until each router has every live worker in service and every frontend a session with every streaming
+        one."""
+        everyone = self.alive()
         for name, (role, _) in self._plan.items():
             if role == "router":
                 until(lambda name=name: all(self.states(name).get(w) == "serving" for w in everyone), self.states)
-        streaming = len(self.workers("decode", "merged"))
+        streaming = len(self.alive("decode", "merged"))
         for name, (role, _) in self._plan.items():
             if role == "frontend":
                 until(lambda name=name: not self.missing(name), lambda name=name: self.missing(name))
@@ -227,7 +240,7 @@ class Stack:
         """What every live worker, router and store still holds."""
         found = {}
         for name, (role, _) in self._plan.items():
-            if role in _STUBS and name in self.processes and self.processes[name].process.poll() is None:
+            if role in _STUBS and self._lives(name):
                 with self._stub(name) as stub:
                     reply = stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=HANG_S)
                 if reply.findings:
@@ -249,15 +262,14 @@ class Stack:
         until(lambda: "offered" not in str(self.findings()), self.findings)
         self.clear_workers()
         for name, (role, _) in self._plan.items():
-            if role == "kvstore" and name in self.processes and self.processes[name].process.poll() is None:
+            if role == "kvstore" and self._lives(name):
                 with self._stub(name) as stub:
                     stub.Clear(kvstore_pb2.ClearRequest(), timeout=HANG_S)
 
     def clear_workers(self) -> None:
         """Every live worker forgets the prefixes it knows; what the store has is there."""
-        for name in self.workers():
-            if self.processes[name].process.poll() is None:
-                self.clear_cache(name)
+        for name in self.alive():
+            self.clear_cache(name)
 
     def clear_cache(self, name: str) -> None:
         """One worker forgets the prefixes it knows."""

@@ -1,7 +1,8 @@
-"""The whole stack on the real model, with processes killed, stopped and restarted: what a client sees of it.
+"""The whole stack with processes killed, stopped and restarted: what a client sees of it.
 
-Each test leaves the run broken; it is healed, and checked for leaks, before the next one. Weights are in f32: the text
-of every answer must be the one that an undisturbed run gives, whatever broke.
+Each test leaves the run broken; it is healed, and checked for leaks, before the next one. A random model in f32, which
+starts twice as fast as the real one: the text of every answer must be the one that an undisturbed run gives, whatever
+broke.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +18,7 @@ from baton.registry import Registry
 from baton.v1 import registry_pb2
 from tests.integration.asking import Answer, ask, body, plain_client
 from tests.integration.stack import CLEAN_S, HANG_S, SERVED, Stack, until
+from tests.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -28,19 +29,22 @@ SHORT = [
     "Water boils at 100 degrees Celsius because",
 ]
 LONG = [
-    f"{name} kept a diary of the voyage, and wrote in it each evening what the day had brought. " * 35
+    f"{name} kept a diary of the voyage, and wrote in it each evening what the day had brought. " * 18
     for name in ("Anna", "Boris", "Clara", "David")
 ]
-TOKENS = 48
+TOKENS = 160
+"""A second and more of one stream: long enough to be struck in the middle."""
 
 
 @pytest.fixture(scope="module")
-def module_stack(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Stack]:
+def module_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One of each; `strict` is a frontend that answers an error rather than run elsewhere."""
+    directory = tmp_path_factory.mktemp("failures")
+    model = make_tiny_model(directory / "tiny", layers=12, hidden=256)
     frontends = {"frontend": "auto", "strict": "strict"}
-    run = Stack(tmp_path_factory.mktemp("failures"), model_path, frontends=frontends).start()
+    run = Stack(directory, model, frontends=frontends, pool_gib=0.2, chunk_tokens=64).start()
     yield run
-    run.heal()
+    run.wake()
     run.teardown()
 
 
@@ -64,7 +68,7 @@ def stack(module_stack: Stack, expected: dict[str, str]) -> Iterator[Stack]:
     module_stack.settle()
     module_stack.clear_caches()
     yield module_stack
-    module_stack.heal()
+    module_stack.wake()
     module_stack.settle()
 
 

@@ -67,13 +67,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model_path: Path, llama: Lla
 
 @pytest.fixture
 def stack(fleet: Stack, llama: LlamaServer) -> Iterator[Stack]:
-    """Everybody there and well, before and after."""
-    yield fleet
+    """Everybody there and well; nothing is left behind."""
     if llama._process is None:
         llama.start()
     llama.cont()
     llama.wait_ready()
     fleet.heal()
+    yield fleet
+    if llama._process is not None:
+        llama.cont()
+    fleet.wake()
     fleet.settle()
 
 

@@ -92,6 +92,7 @@ async def store(tmp_path: Path, etcd_address: str) -> AsyncIterator[Client]:
             await client.settle()
         finally:
             await client.channel.close()
+            process.kill()  # how it leaves has a test of its own; saying goodbye takes a second
 
 
 @pytest.fixture

@@ -476,9 +476,9 @@ async def test_waiting_costs_nothing(etcd: EtcdServer) -> None:
             await asyncio.sleep(seconds)
             return (time.process_time() - before) / seconds
 
-        assert await cpu_of(5) < 0.01
+        assert await cpu_of(3) < 0.01
         etcd.kill()
-        assert await cpu_of(5) < 0.05
+        assert await cpu_of(3) < 0.05
 
 
 def is_leader(node: EtcdServer) -> bool:

@@ -75,7 +75,7 @@ def trio(module_trio: Stack) -> Iterator[Stack]:
     """The same, whole and clean."""
     module_trio.heal()
     yield module_trio
-    module_trio.heal()
+    module_trio.wake()
     module_trio.settle()
 
 

@@ -143,9 +143,14 @@ async def router(router_process: WorkerProcess, fleet: Fleet) -> AsyncIterator[R
         yield client
         reply = await client.stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=HANG_S)
         assert not reply.findings
-        await client.until(lambda seen: not any(w.reserved_streams for w in seen.values()))
     finally:
         await client.channel.close()
+
+
+@pytest.fixture
+async def unreserved(router: Router) -> None:
+    """For tests that count: what others have reserved has lapsed."""
+    await router.until(lambda seen: not any(w.reserved_streams for w in seen.values()))
 
 
 async def test_a_pair_of_an_idle_fleet(router: Router, fleet: Fleet) -> None:
@@ -162,6 +167,7 @@ async def test_a_pair_of_an_idle_fleet(router: Router, fleet: Fleet) -> None:
     assert plan.predicted_ms["ttft"] > 0
 
 
+@pytest.mark.usefixtures("unreserved")
 async def test_a_burst_spreads_before_any_worker_reports(router: Router) -> None:
     """By time, not by number: of two prefills the faster one takes more."""
     strict = {"fallback": worker_pb2.FALLBACK_STRICT}
@@ -170,9 +176,11 @@ async def test_a_burst_spreads_before_any_worker_reports(router: Router) -> None
     view = await router.worker("prefill-1")
     assert view.reserved_prefill_tokens == 160 * taken.count("prefill-1")
     terms = [c.terms_ms for c in (await router.explain(**strict)).candidates if c.prefill]
-    assert abs(terms[0]["queue"] - terms[1]["queue"]) <= max(one["prefill"] for one in terms) + 1.0
+    # One request's time apart, when both were as fast as when they registered; by number it would be twenty's.
+    assert abs(terms[0]["queue"] - terms[1]["queue"]) <= 3 * max(one["prefill"] for one in terms)
 
 
+@pytest.mark.usefixtures("unreserved")
 async def test_explain_shows_every_candidate_and_reserves_nothing(router: Router) -> None:
     reply = await router.explain(fallback=worker_pb2.FALLBACK_STRICT)
     modes = sorted((c.mode, c.worker, c.prefill) for c in reply.candidates)
@@ -217,6 +225,7 @@ async def test_refusals_carry_their_reason(router: Router, fields: dict[str, Any
     assert (await router.explain(**fields)).failure.reason == reason
 
 
+@pytest.mark.usefixtures("unreserved")
 async def test_a_request_ends_its_reservation_and_fills_the_index(router: Router, fleet: Fleet) -> None:
     async with frontend(fleet.workers["decode-1"]) as client:
         prompt = [(7 * n) % 300 for n in range(160)]

@@ -7,16 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.integration.asking import Answer, ask, body, openai_client, plain_client
 from tests.integration.stack import HANG_S, SERVED, Stack, until
+from tests.oracle import oracle as oracle_of
 from tests.worker_process import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -24,8 +23,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TOKENS = 64
 FREED_S = 5.0
 """The promise after a disconnect is 1 s; machines that run tests are slower than that when they like."""
-IDLE_SHARE = 0.02
-"""Of a core. The promise is 1 %; neighbours' cache misses count here too."""
 MESSAGES = [{"role": "user", "content": "Explain why the sky is blue, in simple words, to a child. " * 12}]
 PROMPTS = [
     "The capital of France is Paris, and the capital of Italy is",
@@ -76,12 +73,10 @@ class Expected:
 def oracle(model_path: Path) -> dict[str, Expected]:
     """transformers' greedy continuation in f32 of each of PROMPTS, weights and tokenizer read from the same file."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    torch.set_num_threads(1)
-    where = {"pretrained_model_name_or_path": str(model_path.parent), "gguf_file": model_path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(str(model_path.parent), gguf_file=model_path.name)
+    model = oracle_of(model_path)
     found = {}
     with torch.inference_mode():
         for prompt in PROMPTS:
@@ -93,24 +88,6 @@ def oracle(model_path: Path) -> dict[str, Expected]:
                 output = model(torch.tensor([[new[-1]]]), past_key_values=past, use_cache=True)
             found[prompt] = Expected(ids.shape[1], tokenizer.decode(new, skip_special_tokens=True))
     return found
-
-
-def test_idle_processes_use_no_cpu(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each process with its engine: < 1 % of a core once everybody has found everybody."""
-    time.sleep(3.0)  # what the start left to do: warmed pairs stay warm for 2 s
-    pids = stack.pids()
-
-    def used(pid: int) -> float:
-        process = psutil.Process(pid)
-        return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
-
-    before, began = {name: used(pid) for name, pid in pids.items()}, time.monotonic()
-    time.sleep(10.0)
-    passed = time.monotonic() - began
-    share = {name: (used(pid) - before[name]) / passed for name, pid in pids.items()}
-    with capsys.disabled():
-        print("\nidle, % of a core:", ", ".join(f"{name} {100 * s:.1f}" for name, s in share.items()))
-    assert max(share.values()) < IDLE_SHARE, share
 
 
 async def test_official_client_is_served_disaggregated(stack: Stack) -> None:

@@ -60,13 +60,14 @@ async def fill(stack: Stack, client: httpx.AsyncClient, *prompts: str) -> list[A
     until(lambda: stack.stores()["kvstore"] == ("serving", 0), stack.stores)
     answers = [await ask(client, stack.url(), prompt, TOKENS) for prompt in prompts]
     assert not [answer.error for answer in answers if answer.error]
+    answered = asyncio.get_running_loop().time()
     # The last token drawn has no KV. A few prompts may share their first blocks.
     wanted = max(blocks(prompt, TOKENS - 1) for prompt in prompts)
     until(lambda: stack.stores()["kvstore"][1] >= wanted, stack.stores)
     await asyncio.sleep(OFFERED_S)
     stack.clear_workers()
     until(lambda: stack.indexed() == stack.stores()["kvstore"][1], lambda: str(stack.indexed()))
-    await asyncio.sleep(FORGOTTEN_S)
+    await asyncio.sleep(answered + FORGOTTEN_S - asyncio.get_running_loop().time())
     return answers
 
 

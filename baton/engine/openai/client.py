@@ -25,6 +25,7 @@ MODELS_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20
 """Of an answer that is not streamed: a list of models, an error."""
 KEPT_CONNECTIONS = 64
+UPSTREAM = "the upstream"
 _DONE = b"[DONE]"
 
 
@@ -54,7 +55,7 @@ class Upstream:
         except TimeoutError:
             raise BatonError(Reason.DECODE_UNAVAILABLE, f"{self.url} did not answer in {within_s:g} s") from None
         except httpx.HTTPError as error:
-            raise self._unreached(error) from error
+            raise _unreached(self.url, error) from error
         if reply.status_code in (401, 403):
             raise BatonError(Reason.UNAUTHORIZED, f"{self.url} refuses our key ({reply.status_code})")
         if reply.status_code != 200:
@@ -70,7 +71,8 @@ class Upstream:
     async def completion(self, body: dict[str, Any], first_s: float, stall_s: float) -> AsyncIterator[Chunks]:
         """One streamed completion. `first_s` is how long its first chunk may take, `stall_s` each further one.
 
-        Raises BatonError as failures.py says; chunks raise it as well.
+        Raises BatonError as failures.py says; chunks raise it as well. Clients read these messages: they do not say
+        where the server is.
         """
         request = self._http.build_request("POST", f"{self.url}/completions", content=orjson.dumps(body))
         request.headers["content-type"] = "application/json"
@@ -78,13 +80,13 @@ class Upstream:
             async with asyncio.timeout(first_s):
                 reply = await self._http.send(request, stream=True)
         except TimeoutError:
-            raise BatonError(Reason.DECODE_UNAVAILABLE, f"{self.url} did not answer in {first_s:g} s") from None
+            raise BatonError(Reason.DECODE_UNAVAILABLE, f"{UPSTREAM} did not answer in {first_s:g} s") from None
         except httpx.HTTPError as error:
-            raise self._unreached(error) from error
+            raise _unreached(UPSTREAM, error) from error
         try:
             if reply.status_code != 200:
                 raise from_status(reply.status_code, await self._error_body(reply))
-            yield Chunks(self.url, reply, first_s, stall_s)
+            yield Chunks(reply, first_s, stall_s)
         finally:
             await reply.aclose()
 
@@ -99,16 +101,12 @@ class Upstream:
         except (TimeoutError, httpx.HTTPError):
             return b""
 
-    def _unreached(self, error: httpx.HTTPError) -> BatonError:
-        return BatonError(Reason.DECODE_UNAVAILABLE, f"{self.url}: {type(error).__name__}: {error}".rstrip(": "))
-
 
 class Chunks:
     """The chunks of one stream, in order. `complete` is whether it ended as it should: with `[DONE]`."""
 
-    def __init__(self, url: str, reply: httpx.Response, first_s: float, stall_s: float) -> None:
+    def __init__(self, reply: httpx.Response, first_s: float, stall_s: float) -> None:
         self.complete = False
-        self._url = url
         self._pieces = reply.aiter_raw()
         self._parser = EventParser()
         self._ready: list[bytes] = []
@@ -154,7 +152,11 @@ class Chunks:
         return chunk
 
     def _failed(self, what: str) -> BatonError:
-        return BatonError(Reason.ENGINE_FAILED, f"{self._url} {what}")
+        return BatonError(Reason.ENGINE_FAILED, f"{UPSTREAM} {what}")
+
+
+def _unreached(who: str, error: httpx.HTTPError) -> BatonError:
+    return BatonError(Reason.DECODE_UNAVAILABLE, f"{who}: {type(error).__name__}: {error}".rstrip(": "))
 
 
 def base_url(url: str) -> str:

@@ -207,7 +207,7 @@ class OpenAIEngine(Engine):
                 raise BatonError(Reason.INVALID_REQUEST, message, param=name)
         lacking = sorted(needs(request.sampling) & spec.lacks)
         if lacking:
-            message = f"{self._upstream.url} cannot do {', '.join(lacking)}"
+            message = f"the upstream cannot do {', '.join(lacking)}"
             raise BatonError(Reason.INVALID_REQUEST, message, param=lacking[0])
         if len(self._live) >= WAITING_TIMES * self._options.max_streams:
             raise BatonError(Reason.NO_CAPACITY, f"{len(self._live)} requests are with the upstream or wait for it")
@@ -224,7 +224,7 @@ class OpenAIEngine(Engine):
             await self._events.put(_failed(request, choice, error))
         except Exception as error:
             _log.exception("a stream failed unexpectedly", uid=request.uid)
-            told = BatonError(Reason.ENGINE_FAILED, f"{type(error).__name__} while asking {self._upstream.url}")
+            told = BatonError(Reason.ENGINE_FAILED, f"{type(error).__name__} while asking the upstream")
             await self._events.put(_failed(request, choice, told))
 
 

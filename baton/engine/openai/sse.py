@@ -26,11 +26,6 @@ class EventParser:
         self._size = 0
         self._after_cr = False
 
-    @property
-    def pending(self) -> bool:
-        """Whether an event has begun and not ended."""
-        return bool(self._line or self._data)
-
     def feed(self, piece: bytes) -> Iterator[bytes]:
         """Data of the events that `piece` completes. Raises TooLargeError; nothing can be fed after that."""
         if not piece:

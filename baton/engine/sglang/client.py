@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -206,7 +206,10 @@ class StoreClient:
         good = 0
         try:
             await self._known.connected(store.address, min(CONNECT_S, _left(end)))
-            async with aclosing(self._lookup(store, keys, end)) as replies:
+            request = kvstore_pb2.LookupRequest(
+                keys=keys, fingerprint=self._identity.fingerprint, tenant=self._options.tenant, deadline_s=_left(end)
+            )
+            async with aclosing(self._known.lookup(store.id, store.address, request, end)) as replies:
                 async for reply in replies:
                     handles = [handle_from_pb(handle) for handle in reply.handles]
                     self._check(handles, keys[good : good + len(handles)])
@@ -223,28 +226,6 @@ class StoreClient:
         except BatonError as error:
             raise _Broken(good, error) from error
         return good
-
-    async def _lookup(
-        self, store: registry_pb2.KvStore, keys: Sequence[bytes], end: float
-    ) -> AsyncGenerator[kvstore_pb2.LookupReply]:
-        """Replies until the store says no more. The pins end with this generator."""
-        request = kvstore_pb2.LookupRequest(
-            keys=keys, fingerprint=self._identity.fingerprint, tenant=self._options.tenant, deadline_s=_left(end)
-        )
-        call = self._known.stub(store.address).Lookup(request)  # held for as long as we read
-        try:
-            while True:
-                async with asyncio.timeout(_left(end)):
-                    reply = await call.read()
-                if not isinstance(reply, kvstore_pb2.LookupReply):
-                    return
-                yield reply
-        except TimeoutError:
-            raise BatonError(Reason.KV_TRANSFER_TIMEOUT, f"{store.id} did not answer in time") from None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, Reason.STORE_UNAVAILABLE) from error
-        finally:
-            call.cancel()
 
     def _check(self, handles: Sequence[Handle], keys: Sequence[bytes]) -> None:
         """What the store says it has must be what was asked for: the checksum holds only for what a handle claims."""

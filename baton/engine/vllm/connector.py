@@ -52,7 +52,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._rank = 0
         if role is KVConnectorRole.SCHEDULER:
             self._planner = Planner(vllm_config.cache_config.block_size)
-            self._link = HostLink(self._path, m.Scheduler(os.getpid()), 1)
+            self._link = HostLink(self._path, m.Scheduler(), 1)
             self._steps = StepWatch(StatsPage(self._link.descriptors[0]))
 
     @property
@@ -114,7 +114,6 @@ class BatonConnector(KVConnectorBase_V1):
             order=f"{block.device.type}:{'x'.join(map(str, block.shape))}",
             dtype=str(block.dtype).removeprefix("torch."),
             block_bytes=len(views) * block.numel() * block.dtype.itemsize,
-            blocks=blocks,
         )
         self._link = HostLink(self._path, hello, 1)
         arena = Arena.attach(self._link.descriptors[0])

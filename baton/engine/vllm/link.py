@@ -34,7 +34,6 @@ class Listener:
         self.path = str(Path(self._directory.name) / "host")
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listen. Raises OSError."""

@@ -23,13 +23,10 @@ class Rank(_Message):
     order: str
     dtype: str
     block_bytes: int
-    blocks: int
 
 
 class Scheduler(_Message):
     """The scheduler's side is there: it publishes the state of its steps."""
-
-    pid: int
 
 
 class Sealed(_Message):

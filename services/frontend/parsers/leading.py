@@ -26,9 +26,17 @@ class LeadingParser(ToolParser):
     def starts(self, head: str) -> tuple[bool | None, int]:
         """Whether calls begin, and where; None while the next characters may decide it."""
 
+    def after(self, text: str) -> str:
+        """What of the text behind the calls is content."""
+        return text
+
+    def left(self) -> str:
+        """What `after` has kept back, when the output has ended."""
+        return ""
+
     def push(self, text: str) -> list[Event]:
         if self._is_text:
-            return merged([Text(text)])
+            return merged([Text(self.after(text) if self._calls.count else text)])
         if not self._started:
             self._head += text
             begins, at = self.starts(self._head)
@@ -43,13 +51,14 @@ class LeadingParser(ToolParser):
         if not self._calls.stopped:
             return merged(events)
         self._is_text = True
-        return merged([*self._text(events), Text(text[taken:])])
+        rest = text[taken:]
+        return merged([*self._text(events), Text(self.after(rest) if self._calls.count else rest)])
 
     def end(self) -> list[Event]:
         if not self._started:
             rest, self._head = self._head, ""
             return [] if self._is_text or not rest else [Text(rest)]
-        return merged(self._text(self._calls.end()))
+        return merged([*self._text(self._calls.end()), Text(self.left())])
 
     def _text(self, events: list[Event]) -> list[Event]:
         """With what stood before, when there was no call at all."""

@@ -69,6 +69,19 @@ async def test_chat_whole(stack: Stack, model: Model) -> None:
     }
 
 
+async def test_a_fault_of_ours_names_the_request(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(stack.frontend.readiness, "missing", missing)
+    async with httpx.AsyncClient(timeout=HANG_S) as http:
+        told = await http.get(f"{stack.url}/ready", headers={"x-request-id": "mine"})
+        made = await http.get(f"{stack.url}/ready")
+    assert (told.status_code, told.json()["error"]["code"]) == (500, "internal_error")
+    assert told.headers["x-request-id"] == "mine"
+    assert made.headers["x-request-id"].startswith("req_")
+
+
 async def test_chat_stream(stack: Stack, model: Model) -> None:
     stream = await client(stack).chat.completions.create(
         model=model.name, messages=HI, stream=True, stream_options={"include_usage": True}
@@ -223,21 +236,24 @@ async def test_echo_with_logprobs_scores_the_prompt(model: Model) -> None:
     async def script(attempt: Attempt) -> None:
         scores = [worker_pb2.Logprob(token_id=i, logprob=-float(n)) for n, i in enumerate(prompt)]
         tokens = worker_pb2.Tokens(ids=[33], logprobs=[worker_pb2.Logprob(token_id=33, logprob=-1.0)])
-        await attempt.send(attempt.event(tokens=tokens, prompt_logprobs=scores, finish="length"))
+        for choice in attempt.message.choices:  # as workers do: with the first choice alone
+            told = scores if choice == 0 else ()
+            await attempt.send(attempt.event(choice=choice, tokens=tokens, prompt_logprobs=told, finish="length"))
 
     async with running(model, ScriptedWorker("merged-1", script)) as stack:
         answer = await client(stack).completions.create(
-            model=model.name, prompt="one two three", echo=True, max_tokens=0, logprobs=0
+            model=model.name, prompt="one two three", echo=True, max_tokens=0, logprobs=0, n=2
         )
         assert stack.router.requests[0].merged_only
         assert stack.workers[0].attempts[0].message.sampling.HasField("prompt_logprobs")
-    choice = answer.choices[0]
-    assert choice.text == "one two three"
-    assert choice.finish_reason == "length"
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens == ["one", " two", " three"]
-    assert choice.logprobs.token_logprobs == [None, -1.0, -2.0]
-    assert choice.logprobs.text_offset == [0, 3, 7]
+    assert len(answer.choices) == 2
+    for choice in answer.choices:
+        assert choice.text == "one two three"
+        assert choice.finish_reason == "length"
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == ["one", " two", " three"]
+        assert choice.logprobs.token_logprobs == [None, -1.0, -2.0]
+        assert choice.logprobs.text_offset == [0, 3, 7]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 0
 

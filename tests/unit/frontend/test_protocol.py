@@ -28,6 +28,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     async with asyncio.timeout(HANG_S):
         whole = await reader.read()
     head, _, body = whole.partition(b"\r\n\r\n")
+    assert b"\r\nx-request-id: " in head
     return int(head.split()[1]), body
 
 

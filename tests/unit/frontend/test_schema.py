@@ -118,7 +118,7 @@ def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": 1e308}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),

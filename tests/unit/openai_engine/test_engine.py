@@ -97,6 +97,7 @@ class Client:
     async def failure(self, uid: str = "r", **changes: Any) -> BatonError:
         heard = await self.complete(uid, **changes)
         assert heard.error is not None, heard
+        assert "127.0.0.1" not in heard.error.message, "clients are told where the upstream is"
         return heard.error
 
     async def close(self) -> None:
