@@ -142,7 +142,7 @@ async def _with_batches(process: Process, settings: FrontendSettings, frontend: 
         process.background,
         metrics,
     )
-    process.closing(batches.stop)
+    process.closing(batches.close)
     await batches.open()
     process.background.spawn(lane.run(), "batch lane")
     return replace(frontend, batches=batches)

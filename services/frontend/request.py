@@ -197,7 +197,7 @@ class Generation:
         self._exclude: set[str] = set()
         self._failures = 0
         if work.turn is not None:
-            work.turn.bind(self._give_way, [*work.needs, *([MERGED] if work.merged_only else [])])
+            work.turn.bind(self._give_way, self._begun, [*work.needs, *([MERGED] if work.merged_only else [])])
 
     @property
     def finished(self) -> bool:
@@ -254,6 +254,9 @@ class Generation:
         """The batch lane's place is wanted: stop here and wait for another one, with what there is."""
         for leg in list(self._legs.values()):
             self.on_broken(leg, BatonError(Reason.PREEMPTED, "it gave way to others"), handback=False)
+
+    def _begun(self) -> bool:
+        return bool(self._legs) and all(leg.first_token for leg in self._legs.values())
 
     def on_event(self, leg: Leg, event: worker_pb2.Event) -> None:
         """Take an event of a live leg, or count why not. Never raises."""

@@ -18,9 +18,9 @@ class Turn(Protocol):
     def placed(self) -> bool:
         """Whether it has its place."""
 
-    def bind(self, give_way: Callable[[], None], needs: Sequence[str]) -> None:
-        """What is called when the place is taken away: the request's attempts end, and it asks again. `needs`: what not
-        every worker can do."""
+    def bind(self, give_way: Callable[[], None], begun: Callable[[], bool], needs: Sequence[str]) -> None:
+        """What is called when the place is taken away: the request's attempts end, and it asks again. `begun`: whether
+        its prompt is computed, and it only generates. `needs`: what not every worker can do."""
 
     async def wait(self) -> Collection[str]:
         """Wait for a place; ids of the workers that are none. At once for one that has its place still."""

@@ -2,7 +2,7 @@
 
 - Beside others, batch work may lengthen the step by `BESIDE` of what it should take without: streams first, then prompt
   tokens. What a stream costs is learnt (`StepCost`); until it is known, none run beside others.
-- Alone, its prompts come in chunks of `CHUNK_S`, so that whoever arrives waits no longer than that for his first step.
+- Alone, its streams and its chunks of prompts may each take `ALONE_S`: whoever arrives waits no longer for his first step.
 - A `1 / POOL_SHARE` of the pool stays to be had for others.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BESIDE = 0.05
-CHUNK_S = 0.03
+ALONE_S = 0.03
 LEAST_CHUNK = 16
 """Prompt tokens: with fewer, a step's fixed part is nearly all of it."""
 POOL_SHARE = 4
@@ -37,7 +37,9 @@ class Allowed:
 def allowed(step_s: float, room: int, chunk_tokens: int, costs: Costs) -> Allowed:
     """For a step that takes `step_s` for others (0: there are none of them in it), with `room` for streams."""
     if step_s <= 0:
-        return Allowed(room, min(chunk_tokens, max(LEAST_CHUNK, int(CHUNK_S * costs.prefill_tok_s))))
+        streams = max(1, int(ALONE_S / costs.stream_s)) if costs.stream_s > 0 else room
+        tokens = max(LEAST_CHUNK, int(ALONE_S * costs.prefill_tok_s))
+        return Allowed(min(room, streams), min(chunk_tokens, tokens))
     slack = BESIDE * step_s
     streams = min(room, int(slack / costs.stream_s)) if costs.stream_s > 0 else 0
     tokens = min(chunk_tokens, int((slack - streams * costs.stream_s) * costs.prefill_tok_s))

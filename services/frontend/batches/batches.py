@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 class Batches:
-    """The batches of this frontend. `open` first, `stop` when it leaves."""
+    """The batches of this frontend. `open` first, `stop` when it leaves, `close` when it has."""
 
     def __init__(
         self,
@@ -77,6 +77,10 @@ class Batches:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop, and let the directory go. Idempotent."""
+        await self.stop()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -3,8 +3,8 @@
 Workers that compute on the same thing (a core; a host, unless they say what they compute on) are one group.
 
 - A worker's idle places are its streams less what others run and wait for there.
-- While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there. What runs
-  may stay on a worker whose engine lets it give way by itself, and only where no other of the group is at work.
+- While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there. What generates
+  may stay on a worker whose engine yields, and only where no other of the group is at work; prompts stop everywhere.
 - A worker that shares with nobody and whose engine yields takes what it has places for: the engine sees to each step.
 """
 
@@ -38,10 +38,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Room:
-    """`start`: new ones may start while there are fewer; `keep`: more than so many give their places up."""
+    """`start`: new ones may start while there are fewer; `keep`: more than so many give their places up. `prompts`: also those
+    may stay whose prompt is being computed, wherever that is."""
 
     start: int
     keep: int
+    prompts: bool = True
 
 
 def rooms(seen: Sequence[Seen], arriving: bool) -> dict[str, Room]:
@@ -59,4 +61,4 @@ def _room(worker: Seen, beside: Sequence[Seen], arriving: bool) -> Room:
     elsewhere = any(other.interactive for other in beside)
     keep = 0 if elsewhere or (worker.interactive and not worker.yields) else idle
     busy = any(w.interactive or w.quiet_s < QUIET_S for w in (worker, *beside))
-    return Room(0 if busy or arriving else keep, keep)
+    return Room(0 if busy or arriving else keep, keep, prompts=not (worker.interactive or elsewhere))

@@ -93,7 +93,8 @@ class Lane:
                     self.give_back(place)
                 continue
             # One may be larger than all the places that there are.
-            if used[place.worker] <= left.keep or (left.keep and used[place.worker] == place.outputs):
+            fits = used[place.worker] <= left.keep or (left.keep and used[place.worker] == place.outputs)
+            if fits and (left.prompts or place.begun()):
                 continue
             used[place.worker] -= place.outputs
             self._metrics.gave_way.inc()
@@ -143,6 +144,7 @@ class Place:
         self.not_before = 0.0
         """`time.monotonic()`."""
         self.give_way: Callable[[], None] = lambda: None
+        self.begun: Callable[[], bool] = lambda: False
         self._lane = lane
         self._has = asyncio.Event()
         self._asks = False
@@ -153,9 +155,9 @@ class Place:
         """Whether it has its place."""
         return self._has.is_set()
 
-    def bind(self, give_way: Callable[[], None], needs: Sequence[str]) -> None:
+    def bind(self, give_way: Callable[[], None], begun: Callable[[], bool], needs: Sequence[str]) -> None:
         """See `Turn.bind`."""
-        self.give_way, self.needs = give_way, needs
+        self.give_way, self.begun, self.needs = give_way, begun, needs
 
     async def wait(self) -> Collection[str]:
         """See `Turn.wait`."""

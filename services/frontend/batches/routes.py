@@ -33,6 +33,7 @@ UPLOAD_S = 3600.0
 """The longest that an upload may take."""
 
 _encode = msgspec.json.Encoder().encode
+Handler = Callable[[Request], Awaitable[Response]]
 TakeBody = Callable[[Request, Frontend, str], Awaitable[tuple[Pass, bytearray]]]
 
 
@@ -95,15 +96,21 @@ def add_routes(app: FastAPI, frontend: Frontend, take_body: TakeBody) -> None:
     async def cancel(request: Request) -> Response:
         return _json((await batches().cancel(check_id(request.path_params["id"], "batch_"))).shown())
 
-    app.add_route("/v1/files", upload, ["POST"])
-    app.add_route("/v1/files", files, ["GET"])
-    app.add_route("/v1/files/{id}", file, ["GET"])
-    app.add_route("/v1/files/{id}", delete, ["DELETE"])
+    app.add_route("/v1/files", _by_method(GET=files, POST=upload), ["GET", "POST"])
+    app.add_route("/v1/files/{id}", _by_method(GET=file, DELETE=delete), ["GET", "DELETE"])
     app.add_route("/v1/files/{id}/content", content, ["GET"])
-    app.add_route("/v1/batches", create, ["POST"])
-    app.add_route("/v1/batches", every, ["GET"])
+    app.add_route("/v1/batches", _by_method(GET=every, POST=create), ["GET", "POST"])
     app.add_route("/v1/batches/{id}", batch, ["GET"])
     app.add_route("/v1/batches/{id}/cancel", cancel, ["POST"])
+
+
+def _by_method(**handlers: Handler) -> Handler:
+    """One route for a path: `Allow` then names all of its methods."""
+
+    async def handle(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return handle
 
 
 def read_create(body: bytes | bytearray) -> tuple[str, str, dict[str, str] | None]:

@@ -12,7 +12,7 @@ ALONE = Seen("w", "host/gpu:0", streams=8, interactive=0, quiet_s=1e9, yields=Tr
 DECODE = Seen("d", "host/", streams=8, interactive=0, quiet_s=1e9, yields=True)
 MERGED = replace(DECODE, id="m")
 PREFILL = replace(DECODE, id="p", streams=0)
-NONE = Room(0, 0)
+NONE, STOP = Room(0, 0), Room(0, 0, prompts=False)
 
 
 def of(*seen: Seen, arriving: bool = False) -> dict[str, Room]:
@@ -36,9 +36,9 @@ def test_an_idle_group_takes_what_it_has_places_for() -> None:
 
 
 def test_work_of_others_stops_everything_beside_it_and_lets_stand_what_is_with_it() -> None:
-    assert of(busy(DECODE), MERGED, PREFILL) == {"d": Room(0, 7), "m": NONE, "p": NONE}
-    assert of(busy(DECODE), busy(MERGED), PREFILL) == {"d": NONE, "m": NONE, "p": NONE}
-    assert of(DECODE, MERGED, busy(PREFILL)) == {"d": NONE, "m": NONE, "p": NONE}
+    assert of(busy(DECODE), MERGED, PREFILL) == {"d": Room(0, 7, prompts=False), "m": STOP, "p": STOP}
+    assert of(busy(DECODE), busy(MERGED), PREFILL) == {"d": STOP, "m": STOP, "p": STOP}
+    assert of(DECODE, MERGED, busy(PREFILL)) == {"d": STOP, "m": STOP, "p": STOP}
 
 
 @pytest.mark.parametrize(("quiet_s", "start"), [(0.0, 0), (QUIET_S * 0.999, 0), (QUIET_S, 8)])
@@ -53,7 +53,7 @@ def test_nothing_starts_while_a_request_is_on_its_way() -> None:
 def test_an_engine_that_does_not_yield_runs_nothing_beside_others() -> None:
     deaf = replace(ALONE, yields=False)
     assert of(deaf) == {"w": Room(8, 8)}
-    assert of(busy(deaf)) == {"w": NONE}
+    assert of(busy(deaf)) == {"w": STOP}
     assert of(replace(deaf, quiet_s=0.0)) == {"w": Room(0, 8)}
 
 

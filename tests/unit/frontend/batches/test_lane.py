@@ -27,11 +27,12 @@ class World:
         self.seen: Sequence[Seen] = seen
         self.lane = Lane(lambda _: self.seen, lambda: False, BatchMetrics(CollectorRegistry()))
         self.gave_way: list[Place] = []
+        self.begun: list[Place] = []
 
     async def ask(self, outputs: int = 1, needs: Sequence[str] = ()) -> Place:
         """A request that waits for its place."""
         place = self.lane.turn(outputs)
-        place.bind(lambda: self.gave_way.append(place), needs)
+        place.bind(lambda: self.gave_way.append(place), lambda: place in self.begun, needs)
         self.wait(place)
         await asyncio.sleep(0)
         return place
@@ -76,6 +77,18 @@ async def test_the_youngest_gives_its_place_up_and_comes_again() -> None:
     world.seen = [GPU]
     world.lane.tick()
     await asyncio.wait_for(again, 10)
+    world.close()
+
+
+async def test_what_generates_may_stay_where_prompts_may_not() -> None:
+    shared = [replace(GPU, id=id, shares="host/") for id in ("a", "b")]
+    world = World(*shared)
+    places = [await world.ask() for _ in range(4)]
+    world.lane.tick()
+    world.begun = [places[0], places[1]]
+    world.seen = [replace(shared[0], interactive=1), shared[1]]
+    world.lane.tick()
+    assert [place for place in places if place.placed] == [place for place in world.begun if place.worker == "a"]
     world.close()
 
 
