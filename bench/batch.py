@@ -1,12 +1,14 @@
 """What a batch costs the chats beside it, and how much of the idle time it uses.
 
-`baton up` as it comes: everything on the cores that are there. Chats (24 tokens in, 64 out) arrive in bursts with pauses
-between, the same in every turn; turns with and without a batch alternate, in an order that turns round each time. A turn
-with a batch begins some seconds after the batch did, so that chats meet it at work. One more turn has the batch alone.
+`baton up` as it comes: everything on the cores that are there. Chats (24 tokens in, 64 out) arrive in bursts with
+pauses between, the same in every turn; turns with and without a batch alternate, in an order that turns round each
+time. A turn with a batch begins some seconds after the batch did, so that chats meet it at work. One more turn has the
+batch alone.
 
-`itl_p99_with_over_without` and `ttft_p99_with_over_without`: of all gaps between two pieces of text, and of all times to
-the first one, at the client, pooled over turns. Near 1 is good. `batch_tok_s`: tokens of finished lines a second, beside
-chats. `idle_fraction_used`: that, over what the batch does alone times the part of a turn in which no chat was under way.
+`itl_p99_with_over_without` and `ttft_p99_with_over_without`: of all gaps between two pieces of text, and of all times
+to the first one, at the client, pooled over turns. Near 1 is good. `batch_tok_s`: tokens of finished lines a second,
+beside chats. `idle_fraction_used`: that, over what the batch does alone times the part of a turn in which no chat was
+under way.
 """
 
 from __future__ import annotations
@@ -101,7 +103,10 @@ async def end_batch(client: httpx.AsyncClient, id: str) -> None:
     """Cancel it, wait until it is over, and delete its files."""
     (await client.post(f"/v1/batches/{id}/cancel")).raise_for_status()
     async with asyncio.timeout(TIMEOUT_S):
-        while (batch := (await client.get(f"/v1/batches/{id}")).json())["status"] != "cancelled":
+        while True:
+            batch = (await client.get(f"/v1/batches/{id}")).json()
+            if batch["status"] == "cancelled":
+                break
             await asyncio.sleep(0.1)
     for name in ("input_file_id", "output_file_id", "error_file_id"):
         if batch[name]:

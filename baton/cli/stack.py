@@ -63,8 +63,8 @@ def service_specs(
 ) -> list[Spec]:
     """Every service of the run, the frontend last.
 
-    `model` is the file or folder, `etcd` host:port, `python` the interpreter in whose environment workers run, `batches`
-    where the frontend keeps files and batches.
+    `model` is the file or folder, `etcd` host:port, `python` the interpreter in whose environment workers run,
+    `batches` where the frontend keeps files and batches.
     """
     shared = ["--etcd", etcd, "--cluster", CLUSTER]
     engine = ["--engine", options.engine] if options.engine != "torch" else []

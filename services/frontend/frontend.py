@@ -25,7 +25,6 @@ from services.frontend.ready import Readiness
 from services.frontend.request import Backend, Work
 from services.frontend.respond import Prepared
 from services.frontend.sampling import make_sampling, output_budget
-from services.frontend.schema import Options
 from services.frontend.turn import Turn
 
 COMPLETION_TOKENS = 16

@@ -128,9 +128,7 @@ async def _with_batches(process: Process, settings: FrontendSettings, frontend: 
     metrics, gate = BatchMetrics(process.collectors), frontend.gate
     lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, metrics)
     answerer = Answerer(
-        lambda body, uid, chat, timeout_s: frontend.prepare(
-            body, uid, chat=chat, timeout_s=timeout_s, turns=lane.turn
-        ),
+        lambda body, uid, chat, timeout_s: frontend.prepare(body, uid, chat=chat, timeout_s=timeout_s, turns=lane.turn),
         metrics,
     )
     batches = Batches(

@@ -112,7 +112,10 @@ def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool) -
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _json(body)},
-        "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*(s for s in _REFUSALS if s != "409"))},
+        "responses": {
+            "200": {"description": "the answer", "content": content},
+            **_refusals(*(s for s in _REFUSALS if s != "409")),
+        },
     }
 
 
@@ -166,9 +169,7 @@ def describe(model: str, *, keys: bool) -> Json:
             "delete": _get("remove a file", batches.DELETED, "401", "404", "409", parameters=batches.FILE_ID),
         },
         "/v1/files/{id}/content": {
-            "get": _get(
-                "its bytes", _STRING, "401", "404", kind="application/octet-stream", parameters=batches.FILE_ID
-            )
+            "get": _get("its bytes", _STRING, "401", "404", kind="application/octet-stream", parameters=batches.FILE_ID)
         },
         BATCHES: {
             "post": _send("run a batch", _json(_body(BATCHES, model)), batches.BATCH),

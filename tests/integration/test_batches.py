@@ -99,6 +99,7 @@ async def refused(client: AsyncOpenAI, data: bytes, endpoint: Any = COMPLETIONS)
     assert batch.status == "failed"
     assert batch.output_file_id is None
     assert batch.request_counts.completed == batch.request_counts.failed == 0
+    await client.files.delete(batch.input_file_id)
     return [(error.code, error.line, error.param) for error in batch.errors.data]
 
 
@@ -128,7 +129,9 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
     good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
     assert set(good) | set(bad) == {one["custom_id"] for one in lines}
-    told = {name: (one["response"]["status_code"], one["response"]["body"]["error"]["param"]) for name, one in bad.items()}
+    told = {
+        name: (one["response"]["status_code"], one["response"]["body"]["error"]["param"]) for name, one in bad.items()
+    }
     assert told == {"line-3": (400, "temperature"), "line-4": (404, "model"), "line-5": (400, "stream")}
     for n in (0, 7):
         answer = good[f"line-{n}"]["response"]
@@ -149,7 +152,10 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
 
 async def test_lists_come_in_pages(client: AsyncOpenAI) -> None:
     files = [await client.files.create(file=("x", b"x"), purpose="batch") for _ in range(5)]
-    batches = [await client.batches.create(input_file_id=f.id, endpoint="/v1/completions", completion_window="24h") for f in files]
+    batches = [
+        await client.batches.create(input_file_id=f.id, endpoint="/v1/completions", completion_window="24h")
+        for f in files
+    ]
     paged = [file.id async for file in client.files.list(limit=2, purpose="batch")]
     assert {f.id for f in files} <= set(paged)
     assert len(paged) == len(set(paged))
@@ -168,7 +174,10 @@ async def test_lists_come_in_pages(client: AsyncOpenAI) -> None:
 async def test_a_file_is_checked_before_anything_runs(client: AsyncOpenAI) -> None:
     good = text_of([line(0)])
     assert await refused(client, b"") == [("empty_file", None, None)]
-    assert await refused(client, good + b"{\n" + b"[]\n") == [("invalid_json_line", 2, None), ("invalid_value", 3, None)]
+    assert await refused(client, good + b"{\n" + b"[]\n") == [
+        ("invalid_json_line", 2, None),
+        ("invalid_value", 3, None),
+    ]
     assert await refused(client, good + b"\n" + good) == [("duplicate_custom_id", 3, "custom_id")]
     broken = [line(1) | {"method": "GET"}, line(2) | {"url": "/v1/models"}, line(3, url=CHAT), line(4) | {"body": 7}]
     missing = [{k: v for k, v in line(5).items() if k != name} for name in ("custom_id", "body")]
@@ -180,7 +189,9 @@ async def test_a_file_is_checked_before_anything_runs(client: AsyncOpenAI) -> No
         ("missing_required_parameter", 5, "custom_id"),
         ("missing_required_parameter", 6, "body"),
     ]
-    many = b"".join(b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{}}\n' % n for n in range(50_001))
+    many = b"".join(
+        b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{}}\n' % n for n in range(50_001)
+    )
     assert await refused(client, many) == [("too_many_requests", 50_001, None)]
     assert await refused(client, b"x" * (2 << 20)) == [("line_too_long", 1, None)]
 
@@ -266,7 +277,9 @@ async def test_a_cancelled_batch_keeps_what_is_done(client: AsyncOpenAI, stack: 
     lines = [line(n, tokens=2 if n < 5 else 900, ignore_eos=True) for n in range(200)]
     batch = await start(client, lines)
     async with asyncio.timeout(HANG_S):
-        while not (await client.batches.retrieve(batch.id)).request_counts.completed:
+        while True:
+            if (await client.batches.retrieve(batch.id)).request_counts.completed:
+                break
             await asyncio.sleep(0.02)
     with pytest.raises(openai.ConflictError) as caught:
         await client.files.delete(batch.input_file_id)

@@ -2,7 +2,7 @@
 
 - Beside others, batch work may lengthen the step by `BESIDE` of what it should take without: streams first, then prompt
   tokens. What a stream costs is learnt (`StepCost`); until it is known, none run beside others.
-- Alone, its streams and its chunks of prompts may each take `ALONE_S`: whoever arrives waits no longer for his first step.
+- Alone, its streams and its chunks of prompts may each take `ALONE_S` of a step: whoever arrives waits little for his.
 - A `1 / POOL_SHARE` of the pool stays to be had for others.
 """
 

@@ -4,8 +4,8 @@ A step mixes one token of every running sequence (at most `max_streams`) with ch
 `chunk_tokens`. When the pool runs out in mid-decode the youngest sequence gives its blocks up and is computed again
 later; its tokens are kept, and no new request gets the blocks that it waits for.
 
-Requests of the batch lane give way to all others: they are refused while others wait, join a step only as far as these do
-not feel it (`lane.py`), and are the first to lose their place and their blocks.
+Requests of the batch lane give way to all others: they are refused while others wait, join a step only as far as these
+do not feel it (`lane.py`), and are the first to lose their place and their blocks.
 
 Every method is called under the engine's lock, except that the forward pass between `plan` and `apply` runs without
 it: jobs released meanwhile keep their blocks until `apply`.
@@ -33,7 +33,7 @@ from baton.kv.pool import BlockPool, PoolFull
 
 class Scheduler:
     """Jobs, their sequences, the pool. `copy_slot(src, dst)`, `zero_tail(slot, tokens)` and `checksum(slot)` (over a
-    sealed slot's identity and bytes) touch the bytes. `grammars`: where `limits` let any in. `cost`: what steps take."""
+    sealed slot's identity and bytes) touch the bytes. `grammars`: where `limits` let any in; `cost`: of steps."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class Scheduler:
     # ---- who gives way
 
     def _clear_the_way(self) -> None:
-        """Before a step: the batch lane leaves places and blocks to others, and one of its own may have all the rest."""
+        """Before a step: the batch lane leaves places and blocks to others; alone, one of it may have all of them."""
         while len(self._running) > self.limits.max_streams and self._give_way():
             pass
         alone = all(job.batch for job in self._jobs.values())
@@ -337,8 +337,8 @@ class Scheduler:
         return bool(victims)
 
     def _victims(self) -> list[Sequence]:
-        """Sequences of the batch lane that can give their blocks up now, oldest first. Not in mid-step; not prompts that a
-        peer reads, or whose log probabilities are half told."""
+        """Sequences of the batch lane that can give their blocks up now, oldest first. Not in mid-step; not prompts
+        that a peer reads, or whose log probabilities are half told."""
         lines = (*self._running, *self._waiting)
         found = (s for s in lines if s.job.batch and s.slots and s.job not in self._in_step)
         giving = (s for s in found if s.job.phase is Phase.GENERATE and not (s.forks and s.job.wants_prompt_logprobs))

@@ -31,8 +31,8 @@ class Status(StrEnum):
 
 
 class Batch(msgspec.Struct):
-    """One batch. `at` has the unix second of each status that it came to; `ends` is how it will end once its results are
-    files, `total`, `done` and `failed` are lines."""
+    """One batch. `at` has the unix second of each status that it came to; `ends` is how it will end once its results
+    are files, `total`, `done` and `failed` are lines."""
 
     id: str
     endpoint: str

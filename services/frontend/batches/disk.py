@@ -1,7 +1,7 @@
 """A directory of one process, and how much may lie in it.
 
-What is written whole is written beside, synced, and renamed: it is there or it is not. A lock that dies with the process
-keeps a second frontend off.
+What is written whole is written beside, synced, and renamed: it is there or it is not. A lock that dies with the
+process keeps a second frontend off.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 async def lock(directory: Path) -> int:
-    """Make the directory ours until the process ends; the lock's file descriptor. Raises BatonError(INVALID_REQUEST)."""
-    directory.mkdir(parents=True, exist_ok=True)
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Make the directory ours until the process ends; the lock's descriptor. Raises BatonError, OSError."""
+    fd = await asyncio.to_thread(_open, directory)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LOCK_S):
             while True:
@@ -34,6 +33,11 @@ async def lock(directory: Path) -> int:
                     await asyncio.sleep(0.1)
     os.close(fd)
     raise BatonError(Reason.INVALID_REQUEST, f"--batch-dir {directory} is another frontend's: each needs its own")
+
+
+def _open(directory: Path) -> int:
+    directory.mkdir(parents=True, exist_ok=True)
+    return os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -65,7 +69,9 @@ def storage_full(error: OSError) -> BatonError:
     """What a client is told of a disk that does not take what it is given."""
     if error.errno in _FULL:
         return BatonError(Reason.STORAGE_FULL, "The disk of this server is full.")
-    return BatonError(Reason.INTERNAL, f"The disk of this server failed ({errno.errorcode.get(error.errno or 0, '?')}).")
+    return BatonError(
+        Reason.INTERNAL, f"The disk of this server failed ({errno.errorcode.get(error.errno or 0, '?')})."
+    )
 
 
 class Space:

@@ -154,7 +154,7 @@ class Files:
         self.path(id).unlink(missing_ok=True)
 
     def adopt(self, source: Path, id: str, filename: str) -> File:
-        """Make what a batch wrote a file (the bytes are accounted for already). Blocking; may be done again. OSError."""
+        """Make what a batch wrote a file (its bytes are counted already). Blocking, may be repeated; raises OSError."""
         if id in self._known:
             return self._known[id]
         with contextlib.suppress(FileExistsError):

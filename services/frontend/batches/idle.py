@@ -3,8 +3,8 @@
 Workers that compute on the same thing (a core; a host, unless they say what they compute on) are one group.
 
 - A worker's idle places are its streams less what others run and wait for there.
-- While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there. What generates
-  may stay on a worker whose engine yields, and only where no other of the group is at work; prompts stop everywhere.
+- While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there. What
+  generates may stay on a worker whose engine yields, where no other of the group is at work; prompts stop everywhere.
 - A worker that shares with nobody and whose engine yields takes what it has places for: the engine sees to each step.
 """
 
@@ -38,8 +38,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Room:
-    """`start`: new ones may start while there are fewer; `keep`: more than so many give their places up. `prompts`: also those
-    may stay whose prompt is being computed, wherever that is."""
+    """`start`: new ones may start while there are fewer; `keep`: more than so many give their places up; `prompts`:
+    those may stay, too, whose prompt is being computed, wherever that is."""
 
     start: int
     keep: int

@@ -1,8 +1,8 @@
 """The batch lane of this frontend: who of its requests has a place, on which worker, and who has to give it up.
 
-`idle.py` says how many places there are; this keeps the line of those that wait and the list of those that run. It looks
-each `TICK_S` while there is anything of the lane, so others are noticed within that: own requests are known when they
-are submitted, those of other frontends with the next heartbeat.
+`idle.py` says how many places there are; this keeps the line of those that wait and the list of those that run. It
+looks each `TICK_S` while there is anything of the lane, so others are noticed within that: own requests are known when
+they are submitted, those of other frontends with the next heartbeat.
 """
 
 from __future__ import annotations
@@ -109,12 +109,17 @@ class Lane:
             if place.not_before > now:
                 continue
             able = [worker.id for worker in streaming if not worker.lacks.intersection(place.needs)]
-            free = {id: room[id].start - used.get(id, 0) for id in able if room[id].start > used.get(id, 0)}
-            if free:
-                self._put(place, max(free, key=lambda id: free[id]))
-                used[place.worker] = used.get(place.worker, 0) + place.outputs
-            elif streaming and not able:
+            if streaming and not able:
                 self._put(place, ANYWHERE)
+                continue
+            free = {id: room[id].start - used.get(id, 0) for id in able if room[id].start > used.get(id, 0)}
+            # One with more outputs than any worker has places for has one to itself.
+            fits = [id for id in free if place.outputs <= free[id] or not used.get(id)]
+            if fits:
+                self._put(place, max(fits, key=lambda id: free[id]))
+                used[place.worker] = used.get(place.worker, 0) + place.outputs
+            elif free:
+                break  # there will be more room soon, unless those behind it take what there is
 
     def _put(self, place: Place, worker: str) -> None:
         self._waiting.remove(place)

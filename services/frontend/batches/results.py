@@ -39,7 +39,7 @@ class Results:
         self._space = space
         self._fds: dict[str, int] = {}
         self._pending: list[tuple[str, bytes, asyncio.Future[None]]] = []
-        self._writing = asyncio.Lock()
+        self._writer: asyncio.Task[None] | None = None
 
     def open(self) -> set[str]:
         """Open them, cut off what was half written; the custom ids that are done. Blocking; raises OSError."""
@@ -64,20 +64,19 @@ class Results:
         self._space.take(len(line))
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending.append((kind, line, mine))
-        async with self._writing:
-            if not mine.done():
-                await self._write_pending()
-        mine.result()
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_pending(), name="results")
+        await mine
 
     async def _write_pending(self) -> None:
-        entries, self._pending = self._pending, []
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write, [(kind, line) for kind, line, _ in entries]))
-        try:
-            await asyncio.shield(asyncio.wait([writing]))
-        finally:
-            # Also when we are cancelled: others wait for theirs, and the next one must find the files as they are.
-            await asyncio.wait([writing])
-            error = writing.exception()
+        """All that gathers, a group at a time; whoever waits for a line may go meanwhile."""
+        while self._pending:
+            entries, self._pending = self._pending, []
+            error: BaseException | None = None
+            try:
+                await asyncio.to_thread(self._write, [(kind, line) for kind, line, _ in entries])
+            except OSError as failed:
+                error = storage_full(failed)
             for kind, line, waiter in entries:
                 if error is None:
                     self.counts[kind] += 1
@@ -104,11 +103,10 @@ class Results:
                     os.ftruncate(self._fds[kind], self.sizes[kind])
             raise
 
-    def close(self) -> None:
-        """Close the files. Idempotent."""
-        for _, line, _ in self._pending:
-            self._space.give_back(len(line))
-        self._pending = []
+    async def close(self) -> None:
+        """Wait for what is being written, and close the files. Idempotent."""
+        if self._writer is not None:
+            await asyncio.wait([self._writer])
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
@@ -128,7 +126,7 @@ def _settle(waiter: asyncio.Future[None], error: BaseException | None) -> None:
     if error is None:
         waiter.set_result(None)
     else:
-        waiter.set_exception(storage_full(error) if isinstance(error, OSError) else error)
+        waiter.set_exception(error)
         waiter.exception()  # who waits may have gone: seen here
 
 

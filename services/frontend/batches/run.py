@@ -1,4 +1,4 @@
-"""One batch from where it stands to its end: check the input, answer the lines that are left, make files of the results.
+"""One batch from where it stands to its end: check the input, answer the lines that are left, make its results files.
 
 Each step may be done again: a batch that was interrupted anywhere goes on from its record and its results.
 """
@@ -74,7 +74,7 @@ class Run:
             _log.exception("batch failed", batch=self.batch.id)
             await self._fail([LineError("internal_error", "The server had an error while running the batch.")])
         finally:
-            self._results.close()
+            await self._results.close()
 
     async def _run(self) -> None:
         batch = self.batch

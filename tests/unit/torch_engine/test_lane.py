@@ -1,4 +1,4 @@
-"""The batch lane in an engine: what it may do in a step, and that it gives way. (Any order: `test_scheduler_machine`.)"""
+"""The batch lane in an engine: what a step may hold of it, and that it gives way."""
 
 from __future__ import annotations
 

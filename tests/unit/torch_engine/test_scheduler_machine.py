@@ -1,7 +1,8 @@
 """The scheduler against what each request must give, in a pool too small for all of them.
 
 Requests share prefixes, fork, resume, are loaded in part or whole, prefilled for peers, swapped off late reads, and
-released at any moment, inside a step too; some are of the batch lane and give way. Whatever happens, a request that ends has given exactly its own tokens.
+released at any moment, inside a step too; some are of the batch lane and give way. Whatever happens, a request that
+ends has given exactly its own tokens.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -92,7 +94,9 @@ async def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatc
     assert list((tmp_path / "files").iterdir()) == []
 
 
-@pytest.mark.parametrize("id", ["", "file-", "file-../lock", "file-" + "A" * 24, "batch_" + "0" * 24, "file-" + "0" * 25])
+@pytest.mark.parametrize(
+    "id", ["", "file-", "file-../lock", "file-" + "A" * 24, "batch_" + "0" * 24, "file-" + "0" * 25]
+)
 def test_nothing_but_a_name_of_ours_becomes_a_path(id: str) -> None:
     with pytest.raises(BatonError, match="No such File"):
         check_id(id, "file-")
@@ -139,7 +143,7 @@ def form_of(parts: dict[str, bytes], filename: str = "in.jsonl") -> bytes:
 async def read(body: bytes, *cuts: int) -> tuple[Form, bytes]:
     async def parts() -> AsyncIterator[bytes]:
         edges = [0, *sorted(cuts), len(body)]
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             yield body[start:end]
 
     sink = Sink()
@@ -197,7 +201,8 @@ def test_positions_are_those_of_the_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"\xff\n", b"[" * 100_000 + b"\n", b'{"custom_id":"\xed\xa0\x80"}\n', b"null\n", b"x" * (MAX_LINE_BYTES + 1)]
+    "raw",
+    [b"\xff\n", b"[" * 100_000 + b"\n", b'{"custom_id":"\xed\xa0\x80"}\n', b"null\n", b"x" * (MAX_LINE_BYTES + 1)],
 )
 def test_no_line_can_do_harm(raw: bytes) -> None:
     index, errors = check_lines([raw], "/v1/completions")
@@ -209,8 +214,6 @@ def test_no_line_can_do_harm(raw: bytes) -> None:
 
 
 def ids_of(results: Results) -> Counter[str]:
-    import json
-
     lines = [line for path in results.paths.values() for line in path.read_text().splitlines()]
     return Counter(json.loads(line)["custom_id"] for line in lines)
 
@@ -234,9 +237,9 @@ def test_what_counted_is_there_and_the_rest_is_cut_off(
 
     async def rest() -> None:
         await asyncio.gather(*(results.add(OUTPUT, lines[n]) for n in range(counted, 8)))
+        await results.close()
 
     asyncio.run(rest())
-    results.close()
     assert ids_of(results) == dict.fromkeys([*map(str, range(8)), "bad"], 1)
     assert results.counts == {OUTPUT: 8, ERRORS: 1}
 
@@ -257,7 +260,7 @@ async def test_a_full_disk_takes_all_of_it_or_nothing(tmp_path: Path, monkeypatc
     monkeypatch.undo()
     assert results.paths[OUTPUT].read_bytes() == LINE % b"0"
     await results.add(OUTPUT, LINE % b"3")
-    results.close()
+    await results.close()
     assert ids_of(results) == {"0": 1, "3": 1}
     assert space.used == results.sizes[OUTPUT]
 
@@ -270,7 +273,7 @@ async def test_a_line_whose_task_is_cancelled_counts_once_or_not_at_all(tmp_path
     for task in tasks[::2]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    results.close()
+    await results.close()
     found = ids_of(results)
     assert set(found.values()) == {1}
     assert set(found) >= {str(n) for n in range(1, 20, 2)}

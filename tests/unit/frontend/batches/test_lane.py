@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -148,13 +147,12 @@ async def test_the_loop_runs_while_there_is_something_to_do() -> None:
     running.cancel()
 
 
-@pytest.mark.parametrize("seed", range(1))
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["ask", "leave", "cancel", "load", "tick"]), st.integers(0, 5)), max_size=40
     )
 )
-def test_whatever_happens_places_add_up(seed: int, steps: list[tuple[str, int]]) -> None:
+def test_whatever_happens_places_add_up(steps: list[tuple[str, int]]) -> None:
     async def play() -> None:
         world = World(GPU, OTHER)
         places: list[Place] = []
@@ -173,9 +171,7 @@ def test_whatever_happens_places_add_up(seed: int, steps: list[tuple[str, int]])
             for worker in world.seen:
                 there = [place for place in world.lane._placed if place.worker == worker.id]
                 left = max(0, worker.streams - worker.interactive)
-                assert sum(place.outputs for place in there) <= left or (left and len(there) == 1) or not there
-                fits = sum(place.outputs for place in there[:-1])
-                assert fits < max(1, left)
+                assert sum(place.outputs for place in there) <= left or (left and len(there) == 1)
             assert not set(world.lane._placed) & set(world.lane._waiting)
         for place in places:
             place.leave()
