@@ -171,7 +171,8 @@ class Batches:
                 _log.error("a batch's record cannot be read", path=path.name, error=str(error))
                 continue
             self._known[batch.id] = batch
-            if batch.status.over:  # interrupted before it removed what are files now
+            # Interrupted before it removed what are files now. A failed batch's may be there nowhere else.
+            if batch.status.over and (batch.status is not Status.FAILED or batch.output_file_id):
                 Results(self._directory / "batches", batch.id, self._space).remove()
 
     async def _prune(self) -> None:

@@ -36,34 +36,35 @@ class Results:
         self.counts = {OUTPUT: 0, ERRORS: 0}
         self.sizes = {OUTPUT: 0, ERRORS: 0}
         """Bytes that count."""
+        self.done: set[str] = set()
+        """Custom ids of the lines that count."""
         self._space = space
         self._fds: dict[str, int] = {}
-        self._pending: list[tuple[str, bytes, asyncio.Future[None]]] = []
+        self._pending: list[tuple[str, str, bytes, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
 
-    def open(self) -> set[str]:
-        """Open them, cut off what was half written; the custom ids that are done. Blocking; raises OSError."""
-        done: set[str] = set()
+    def open(self) -> None:
+        """Open them, cut off what was half written. Blocking; raises OSError."""
         for kind, path in self.paths.items():
             fd = self._fds[kind] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             with path.open("rb") as file:
                 for line in file:
                     name = _name(line)
-                    if name is None or name in done:
+                    if name is None or name in self.done:
                         break
-                    done.add(name)
+                    self.done.add(name)
                     self.counts[kind] += 1
                     self.sizes[kind] += len(line)
             os.ftruncate(fd, self.sizes[kind])
             self._space.used += self.sizes[kind]
         sync_names(path.parent)
-        return done
 
-    async def add(self, kind: str, line: bytes) -> None:
-        """Append a whole line. It counts when this returns. Raises BatonError: STORAGE_FULL, INTERNAL."""
+    async def add(self, kind: str, custom_id: str, line: bytes) -> None:
+        """Append a whole line. It counts when this returns; when this is cancelled it may count all the same, which
+        `settle` waits for. Raises BatonError: STORAGE_FULL, INTERNAL."""
         self._space.take(len(line))
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pending.append((kind, line, mine))
+        self._pending.append((kind, custom_id, line, mine))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_pending(), name="results")
         await mine
@@ -74,13 +75,14 @@ class Results:
             entries, self._pending = self._pending, []
             error: BaseException | None = None
             try:
-                await asyncio.to_thread(self._write, [(kind, line) for kind, line, _ in entries])
+                await asyncio.to_thread(self._write, [(kind, line) for kind, _, line, _ in entries])
             except OSError as failed:
                 error = storage_full(failed)
-            for kind, line, waiter in entries:
+            for kind, custom_id, line, waiter in entries:
                 if error is None:
                     self.counts[kind] += 1
                     self.sizes[kind] += len(line)
+                    self.done.add(custom_id)
                 else:
                     self._space.give_back(len(line))
                 if not waiter.done():
@@ -103,10 +105,14 @@ class Results:
                     os.ftruncate(self._fds[kind], self.sizes[kind])
             raise
 
-    async def close(self) -> None:
-        """Wait for what is being written, and close the files. Idempotent."""
+    async def settle(self) -> None:
+        """Wait until everything that was added counts, or cannot."""
         if self._writer is not None:
             await asyncio.wait([self._writer])
+
+    async def close(self) -> None:
+        """Settle, and close the files. Idempotent."""
+        await self.settle()
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}

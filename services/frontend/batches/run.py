@@ -84,14 +84,14 @@ class Run:
                 await self._fail(errors)
                 return
             batch.total = len(index)
-            done = await asyncio.to_thread(self._results.open)
+            await asyncio.to_thread(self._results.open)
             if batch.status is not Status.CANCELLING:
                 self._count()
             if batch.status is Status.VALIDATING:
                 await self._become(Status.IN_PROGRESS)
-            batch.ends = await self._answer_all(index, done)
+            batch.ends = await self._answer_all(index)
             if batch.ends is not Status.COMPLETED:
-                await self._tell_rest(index, done, *_ENDED[batch.ends])
+                await self._tell_rest(index, *_ENDED[batch.ends])
             await self._become(Status.FINALIZING if batch.ends is not Status.CANCELLED else Status.CANCELLING)
         else:
             await asyncio.to_thread(self._results.open)
@@ -111,10 +111,10 @@ class Run:
 
     # ---- the lines
 
-    async def _answer_all(self, index: Index, done: set[str]) -> Status:
-        """Answer what is left; how the batch ends. `done` grows with the lines that are."""
+    async def _answer_all(self, index: Index) -> Status:
+        """Answer what is left; how the batch ends."""
         fd = os.open(self._path(), os.O_RDONLY | os.O_CLOEXEC)
-        left = iter([(name, n) for name, n in index.custom_ids.items() if name not in done])
+        left = iter([(name, n) for name, n in index.custom_ids.items() if name not in self._results.done])
         running: set[asyncio.Task[None]] = set()
         stop = asyncio.create_task(self._stop.wait(), name=f"cancel {self.batch.id}")
         more = True
@@ -130,7 +130,7 @@ class Run:
                     more = n >= 0
                     if more:
                         where = (index.starts[n], index.sizes[n])
-                        task = asyncio.create_task(self._answer(fd, name, where, done), name=f"{self.batch.id} {n}")
+                        task = asyncio.create_task(self._answer(fd, name, where), name=f"{self.batch.id} {n}")
                         running.add(task)
                 if not running:
                     return Status.COMPLETED
@@ -146,7 +146,7 @@ class Run:
             await asyncio.gather(*running, stop, return_exceptions=True)
             os.close(fd)
 
-    async def _answer(self, fd: int, custom_id: str, where: tuple[int, int], done: set[str]) -> None:
+    async def _answer(self, fd: int, custom_id: str, where: tuple[int, int]) -> None:
         start, size = where
         raw = await asyncio.to_thread(os.pread, fd, size, start)
         try:
@@ -154,17 +154,17 @@ class Run:
         except ValueError as error:  # it was right when it was checked
             raise BatonError(Reason.INTERNAL, f"The line of {custom_id[:80]!r} is no longer what it was.") from error
         answer = await self._answerer.answer(custom_id, self.batch.endpoint, body, self.batch.expires)
-        await self._results.add(OUTPUT if answer.ok else ERRORS, answer.line)
-        done.add(custom_id)
+        await self._results.add(OUTPUT if answer.ok else ERRORS, custom_id, answer.line)
         self._metrics.lines.labels(answer.outcome).inc()
         self._count()
 
-    async def _tell_rest(self, index: Index, done: set[str], code: str, message: str) -> None:
+    async def _tell_rest(self, index: Index, code: str, message: str) -> None:
         """Lines that never ran are in the error file, each with why."""
+        await self._results.settle()
         self._count()  # as they were answered: those that were not are neither
         for name in index.custom_ids:
-            if name not in done:
-                await self._results.add(ERRORS, line_of(name, error=(code, message)))
+            if name not in self._results.done:
+                await self._results.add(ERRORS, name, line_of(name, error=(code, message)))
                 self._metrics.lines.labels(code).inc()
 
     def _count(self) -> None:
@@ -177,7 +177,10 @@ class Run:
         await self._make_files()
         await self._become(batch.ends)
         self._metrics.batches.labels(batch.ends.value).inc()
-        await asyncio.to_thread(self._results.remove)
+        try:
+            await asyncio.to_thread(self._results.remove)
+        except OSError as error:  # they go at the next start
+            _log.warning("results not removed", batch=batch.id, error=str(error))
 
     async def _make_files(self) -> None:
         """Of what there is. Names follow from the batch's: done twice, it is the same file."""

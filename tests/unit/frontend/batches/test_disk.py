@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Reason
@@ -151,6 +151,7 @@ async def read(body: bytes, *cuts: int) -> tuple[Form, bytes]:
     return await read_form(b"B", parts(), upload), sink.data
 
 
+@settings(max_examples=50)
 @given(cuts=st.lists(st.integers(0, 180), max_size=6), data=st.binary(max_size=60))
 def test_a_form_is_the_same_however_it_is_cut(cuts: list[int], data: bytes) -> None:
     body = form_of({"purpose": b"batch", "file": data})
@@ -218,6 +219,7 @@ def ids_of(results: Results) -> Counter[str]:
     return Counter(json.loads(line)["custom_id"] for line in lines)
 
 
+@settings(max_examples=40)
 @given(cut=st.integers(0, 400), garbage=st.sampled_from([b"", b"\x00\x00\n", b"{}\n"]))
 def test_what_counted_is_there_and_the_rest_is_cut_off(
     tmp_path_factory: pytest.TempPathFactory, cut: int, garbage: bytes
@@ -230,13 +232,13 @@ def test_what_counted_is_there_and_the_rest_is_cut_off(
     (directory / "b.errors").write_bytes(LINE % b"bad")
     space = Space(10_000)
     results = Results(directory, "b", space)
-    done = results.open()
+    results.open()
     counted = min(cut, len(whole)) // len(lines[0])
-    assert done == {str(n) for n in range(counted)} | {"bad"}
+    assert results.done == {str(n) for n in range(counted)} | {"bad"}
     assert space.used == results.sizes[OUTPUT] + results.sizes[ERRORS]
 
     async def rest() -> None:
-        await asyncio.gather(*(results.add(OUTPUT, lines[n]) for n in range(counted, 8)))
+        await asyncio.gather(*(results.add(OUTPUT, str(n), lines[n]) for n in range(counted, 8)))
         await results.close()
 
     asyncio.run(rest())
@@ -247,7 +249,7 @@ def test_what_counted_is_there_and_the_rest_is_cut_off(
 async def test_a_full_disk_takes_all_of_it_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(tmp_path, "b", space := Space(10_000))
     results.open()
-    await results.add(OUTPUT, LINE % b"0")
+    await results.add(OUTPUT, "0", LINE % b"0")
     write = os.write
 
     def full(fd: int, data: bytes) -> int:
@@ -255,11 +257,11 @@ async def test_a_full_disk_takes_all_of_it_or_nothing(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "write", full)
-    both = await asyncio.gather(*(results.add(OUTPUT, LINE % b"%d" % n) for n in (1, 2)), return_exceptions=True)
+    both = await asyncio.gather(*(results.add(OUTPUT, str(n), LINE % b"%d" % n) for n in (1, 2)), return_exceptions=True)
     assert [error.reason for error in both if isinstance(error, BatonError)] == [Reason.STORAGE_FULL] * 2
     monkeypatch.undo()
     assert results.paths[OUTPUT].read_bytes() == LINE % b"0"
-    await results.add(OUTPUT, LINE % b"3")
+    await results.add(OUTPUT, "3", LINE % b"3")
     await results.close()
     assert ids_of(results) == {"0": 1, "3": 1}
     assert space.used == results.sizes[OUTPUT]
@@ -268,7 +270,7 @@ async def test_a_full_disk_takes_all_of_it_or_nothing(tmp_path: Path, monkeypatc
 async def test_a_line_whose_task_is_cancelled_counts_once_or_not_at_all(tmp_path: Path) -> None:
     results = Results(tmp_path, "b", space := Space(10_000))
     results.open()
-    tasks = [asyncio.ensure_future(results.add(OUTPUT, LINE % b"%d" % n)) for n in range(20)]
+    tasks = [asyncio.ensure_future(results.add(OUTPUT, str(n), LINE % b"%d" % n)) for n in range(20)]
     await asyncio.sleep(0)
     for task in tasks[::2]:
         task.cancel()
@@ -278,4 +280,5 @@ async def test_a_line_whose_task_is_cancelled_counts_once_or_not_at_all(tmp_path
     assert set(found.values()) == {1}
     assert set(found) >= {str(n) for n in range(1, 20, 2)}
     assert results.counts[OUTPUT] == len(found)
+    assert results.done == set(found)
     assert space.used == results.sizes[OUTPUT]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -147,6 +147,7 @@ async def test_the_loop_runs_while_there_is_something_to_do() -> None:
     running.cancel()
 
 
+@settings(max_examples=50)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["ask", "leave", "cancel", "load", "tick"]), st.integers(0, 5)), max_size=40
