@@ -61,14 +61,14 @@ class Batches:
         """Take the directory, and go on with what is there. Raises BatonError."""
         try:
             self._lock = await lock(self._directory)
-            await asyncio.to_thread(self._read)
+            found = await asyncio.to_thread(self._read)
         except OSError as error:
             raise BatonError(Reason.INVALID_REQUEST, f"--batch-dir {self._directory}: {error}") from error
         self.count()
         for batch in sorted(self._known.values(), key=lambda batch: batch.created):
             if not batch.status.over:
                 _log.info("batch goes on", batch=batch.id, status=batch.status.value)
-                self._start(batch)
+                self._start(batch, found[batch.id])
 
     async def stop(self) -> None:
         """Stop what runs, to be gone on with after a restart. Idempotent."""
@@ -122,7 +122,7 @@ class Batches:
             del self._known[batch.id]
             raise storage_full(error) from error
         if not self._closed:
-            self._start(batch)
+            self._start(batch, self._results(batch))
         await self._prune()
         return batch
 
@@ -142,8 +142,10 @@ class Batches:
             self._runs[id][0].cancel()
         return batch
 
-    def _start(self, batch: Batch) -> None:
-        results = Results(self._directory / "batches", batch.id, self._space)
+    def _results(self, batch: Batch) -> Results:
+        return Results(self._directory / "batches", batch.id, self._space)
+
+    def _start(self, batch: Batch, results: Results) -> None:
         run = Run(batch, self.files, results, self._answerer, self._save, self._share, self.metrics)
         task = self._background.spawn(run.run(), f"batch {batch.id}")
         self._runs[batch.id] = (run, task)
@@ -160,8 +162,9 @@ class Batches:
         users = (b.id for b in self._known.values() if b.input_file_id == file_id and not b.status.over)
         return next(users, None)
 
-    def _read(self) -> None:
-        """What is on the disk. Blocking."""
+    def _read(self) -> dict[str, Results]:
+        """What is on the disk; the results so far of batches that are not over. Blocking."""
+        found: dict[str, Results] = {}
         self._record("").parent.mkdir(parents=True, exist_ok=True)
         self.files.open()
         for path in self._record("").parent.glob("*.json"):
@@ -171,9 +174,16 @@ class Batches:
                 _log.error("a batch's record cannot be read", path=path.name, error=str(error))
                 continue
             self._known[batch.id] = batch
-            # Interrupted before it removed what are files now. A failed batch's may be there nowhere else.
-            if batch.status.over and (batch.status is not Status.FAILED or batch.output_file_id):
-                Results(self._directory / "batches", batch.id, self._space).remove()
+            results = self._results(batch)
+            if not batch.status.over:
+                results.open()
+                if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):  # later ones know what counts
+                    results.tell(batch)
+                found[batch.id] = results
+            elif batch.status is not Status.FAILED or batch.output_file_id:
+                # Interrupted before it removed what are files now. A failed batch's may be nowhere else.
+                results.remove()
+        return found
 
     async def _prune(self) -> None:
         over = [batch for batch in self.all() if batch.status.over]

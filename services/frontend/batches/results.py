@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.frontend.batches.batch import Batch
 from services.frontend.batches.disk import Space, storage_full, sync_names
 
 OUTPUT, ERRORS = "output", "errors"
@@ -44,7 +45,9 @@ class Results:
         self._writer: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Open them, cut off what was half written. Blocking; raises OSError."""
+        """Open them, cut off what was half written. Blocking; idempotent; raises OSError."""
+        if self._fds:
+            return
         for kind, path in self.paths.items():
             fd = self._fds[kind] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             with path.open("rb") as file:
@@ -104,6 +107,10 @@ class Results:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fds[kind], self.sizes[kind])
             raise
+
+    def tell(self, batch: Batch) -> None:
+        """How many lines came to what."""
+        batch.done, batch.failed = self.counts[OUTPUT], self.counts[ERRORS]
 
     async def settle(self) -> None:
         """Wait until everything that was added counts, or cannot."""

@@ -38,7 +38,8 @@ TakeBody = Callable[[Request, Frontend, str], Awaitable[tuple[Pass, bytearray]]]
 
 
 class _Shown(Protocol):
-    id: str
+    @property
+    def id(self) -> str: ...
 
     def shown(self) -> dict[str, Any]: ...
 

@@ -30,6 +30,8 @@ _ENDED = {
 
 LOOK_S = 0.25
 """How often it is asked how many lines may be ready."""
+TOGETHER = 256
+"""Lines that never ran, told at once."""
 REST_EVERY = 64
 """Lines that are checked in one go: others want the interpreter's lock too."""
 
@@ -85,8 +87,6 @@ class Run:
                 return
             batch.total = len(index)
             await asyncio.to_thread(self._results.open)
-            if batch.status is not Status.CANCELLING:
-                self._count()
             if batch.status is Status.VALIDATING:
                 await self._become(Status.IN_PROGRESS)
             batch.ends = await self._answer_all(index)
@@ -116,7 +116,7 @@ class Run:
         fd = os.open(self._path(), os.O_RDONLY | os.O_CLOEXEC)
         left = iter([(name, n) for name, n in index.custom_ids.items() if name not in self._results.done])
         running: set[asyncio.Task[None]] = set()
-        stop = asyncio.create_task(self._stop.wait(), name=f"cancel {self.batch.id}")
+        stop = asyncio.create_task(_set(self._stop), name=f"cancel {self.batch.id}")
         more = True
         try:
             while True:
@@ -138,7 +138,7 @@ class Run:
                     {*running, stop}, timeout=min(remaining, LOOK_S), return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in ended - {stop}:
-                    running.discard(task)  # type: ignore[arg-type]
+                    running.discard(task)
                     task.result()
         finally:
             for task in (*running, stop):
@@ -162,13 +162,16 @@ class Run:
         """Lines that never ran are in the error file, each with why."""
         await self._results.settle()
         self._count()  # as they were answered: those that were not are neither
-        for name in index.custom_ids:
-            if name not in self._results.done:
-                await self._results.add(ERRORS, name, line_of(name, error=(code, message)))
-                self._metrics.lines.labels(code).inc()
+        rest = [name for name in index.custom_ids if name not in self._results.done]
+        for start in range(0, len(rest), TOGETHER):
+            names = rest[start : start + TOGETHER]
+            lines = (line_of(name, error=(code, message)) for name in names)
+            adds = (self._results.add(ERRORS, name, line) for name, line in zip(names, lines, strict=True))
+            await asyncio.gather(*adds)
+            self._metrics.lines.labels(code).inc(len(names))
 
     def _count(self) -> None:
-        self.batch.done, self.batch.failed = self._results.counts[OUTPUT], self._results.counts[ERRORS]
+        self._results.tell(self.batch)
 
     # ---- the end
 
@@ -218,6 +221,10 @@ class Run:
         self.batch.status = status
         self.batch.at.setdefault(status.value, int(time.time()))
         await asyncio.to_thread(self._save, self.batch)
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def _lines_of(file: BinaryIO) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -56,9 +57,24 @@ def test_what_a_stream_costs_is_learnt_from_steps_of_different_size() -> None:
     for n in range(200):
         cost.learn(0, 1 + n % 8, 0.020 + 0.001 * (1 + n % 8))
     assert cost.stream_s == pytest.approx(0.001, rel=0.1)
+
+
+def test_what_else_goes_on_does_not_make_streams_look_cheap() -> None:
+    draw = random.Random(1)
+    cost = StepCost()
+    for n in range(400):
+        streams = 1 if n % 10 else 8  # lone streams are disturbed much more often
+        cost.learn(0, streams, 0.020 + 0.001 * streams + (draw.choice((0.0, 0.1)) if streams == 1 else 0.0))
+    assert cost.stream_s == pytest.approx(0.001, rel=0.1)
+    cost.learn(0, 16, 0.001)
+    assert cost.stream_s == pytest.approx(0.001, rel=0.1), "one step says little"
+
+
+def test_a_stream_never_costs_nothing() -> None:
+    cost = StepCost()
     for n in range(400):
         cost.learn(0, 1 + n % 8, 0.020)
-    assert 0 < cost.stream_s < 0.0001, "never nothing"
+    assert 0 < cost.stream_s < 0.0001
 
 
 # ---- the scheduler

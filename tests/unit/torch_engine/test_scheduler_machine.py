@@ -36,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, stream_s: float) -> None:
         self.kv = FakeKv(SLOTS, LIMITS)
         if stream_s:  # what a stream costs: little, or more than a step
-            for streams in (1, 2):
+            for streams in 16 * (1, 2):
                 self.kv.scheduler._cost.learn(0, streams, 0.05 + stream_s * streams)
             self.kv.scheduler._cost.learn(100, 0, 0.1)
         self.jobs: list[Job] = []
