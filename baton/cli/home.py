@@ -4,6 +4,7 @@ logs/<name>.log   what each process said (stderr)
 run/<name>.json   one record for each process, run/up.json the options of the run, run/<name>.out its stdout
 models/           what `baton fetch` brought
 etcd/             the data of the etcd that `baton up` starts
+batches/          files and batches of the API; they outlive a run
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Home:
     def etcd(self) -> Path:
         """etcd's data directory; etcd creates it."""
         return self.root / "etcd"
+
+    @property
+    def batches(self) -> Path:
+        """Files and batches of the frontend, which creates it."""
+        return self.root / "batches"
 
     def log(self, name: str) -> Path:
         """Where a process logs."""

@@ -58,10 +58,13 @@ def etcd_spec(binary: str, data: str, port: int, peer_port: int) -> Spec:
     return Spec("etcd", "etcd", (binary, *flags))
 
 
-def service_specs(options: Options, model: str, etcd: str, python: str = sys.executable) -> list[Spec]:
+def service_specs(
+    options: Options, model: str, etcd: str, python: str = sys.executable, batches: str = ""
+) -> list[Spec]:
     """Every service of the run, the frontend last.
 
-    `model` is the file or folder, `etcd` host:port, `python` the interpreter in whose environment workers run.
+    `model` is the file or folder, `etcd` host:port, `python` the interpreter in whose environment workers run,
+    `batches` where the frontend keeps files and batches.
     """
     shared = ["--etcd", etcd, "--cluster", CLUSTER]
     engine = ["--engine", options.engine] if options.engine != "torch" else []
@@ -79,6 +82,7 @@ def service_specs(options: Options, model: str, etcd: str, python: str = sys.exe
             specs.append(Spec(f"{role}-{n}", role, tuple(service(role, *flags, python=python))))
     flags = [*shared, "--model", model, *named, "--port", str(options.http_port), "--fallback", options.fallback]
     flags += ["--linger-s", "0"]  # no balancer looks
+    flags += ["--batch-dir", batches] if batches else []
     specs.append(Spec("frontend", "frontend", tuple(service("frontend", *flags))))
     return specs
 

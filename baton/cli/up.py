@@ -80,7 +80,7 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
         try:
             cores = shared_cores(options, os.sched_getaffinity(0))
             etcd = _etcd(home, options, alive, children, progress, cores)
-            specs = service_specs(options, str(model), f"{HOST}:{etcd}", python)
+            specs = service_specs(options, str(model), f"{HOST}:{etcd}", python, str(home.batches))
             for spec in specs:
                 if spec.name in alive:
                     progress.step(spec.name, "ready")

@@ -109,7 +109,7 @@ class Request:
 
     `choices` are the output indices to produce (usually `(0,)`; `n > 1` forks after one prefill). `emitted_ids` are the
     output tokens that the client already has: the engine continues from there and never repeats them; more than one
-    choice together with emitted tokens is refused (resume each choice on its own).
+    choice together with emitted tokens is refused (resume each choice on its own). `batch`: it gives way to all others.
     `key_root` is `Namespace.root()`; block keys follow from it and the tokens. `deadline` is `time.time()` seconds.
     """
 
@@ -121,6 +121,7 @@ class Request:
     deadline: float
     choices: tuple[int, ...] = (0,)
     emitted_ids: Sequence[int] = ()
+    batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class EngineSpec:
     runs merged, and `block_size` is that of the logical keys. `partial_blocks`: whether a prompt's last block is handed
     over when the prompt ends inside it; an engine that only takes whole blocks computes those few tokens itself, beside
     the one that it has to compute anyway. `lacks` names what a request may need and it
-    cannot do (needs.py).
+    cannot do (needs.py). `yields`: `Request.batch` gives way to all others within a step, and `EngineStats` tell of it.
     """
 
     name: str
@@ -211,6 +212,7 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...]
     partial_blocks: bool = True
     lacks: frozenset[str] = frozenset()
+    yields: bool = False
 
     @property
     def layout(self) -> LayoutFingerprint:
@@ -253,6 +255,10 @@ class EngineStats:
     output_tokens: int = 0
     preemptions: int = 0
     corrupted_blocks: int = 0
+    batch_running: int = 0
+    batch_waiting: int = 0
+    batch_queued_tokens: int = 0
+    batch_preemptions: int = 0
 
 
 @dataclass(frozen=True)

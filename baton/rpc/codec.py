@@ -175,6 +175,7 @@ def request_to_pb(request: Request, *, model: str = "", tenant: str = "") -> wor
         choices=request.choices,
         model=model,
         tenant=tenant,
+        batch=request.batch,
     )
 
 
@@ -207,6 +208,7 @@ def request_from_pb(message: worker_pb2.Attempt) -> Request:
         deadline=message.deadline,
         choices=choices,
         emitted_ids=list(message.emitted_ids),
+        batch=message.batch,
     )
 
 

@@ -236,6 +236,11 @@ class Attempts:
     def __iter__(self) -> Iterator[Attempt]:
         return iter(list(self._live.values()))
 
+    @property
+    def batch(self) -> int:
+        """Outputs of the batch lane that have not ended."""
+        return sum(len(attempt.open) for attempt in self._live.values() if attempt.request.batch)
+
     def add(self, attempt: Attempt) -> None:
         """Take it in. Raises BatonError DUPLICATE_REQUEST while one of the same (uid, attempt) lives."""
         if attempt.key in self._live:

@@ -72,6 +72,8 @@ class Conversations:
     def _offer(self, attempt: Attempt, most: int | None, *, skip: int = 0, again: bool = False) -> None:
         """Full blocks of each choice among its first `most` tokens that were not offered yet (with `again`, all)."""
         request, size = attempt.request, self._context.spec.block_size
+        if request.batch:  # nobody comes back to it
+            return
         chains = self._chains.setdefault(attempt, {})
         for choice, output in attempt.output.items():
             one = chains.setdefault(choice, _Chain(request.key_root))

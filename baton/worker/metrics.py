@@ -51,6 +51,8 @@ class WorkerMetrics:
         self._gauges = {
             "running": gauge("running", "Requests in the engine's batch."),
             "waiting": gauge("waiting", "Requests waiting in the engine."),
+            "batch_running": gauge("batch_running", "Of those in the engine's batch, the batch lane's."),
+            "batch_waiting": gauge("batch_waiting", "Of those that wait, the batch lane's."),
             "queued_prefill_tokens": gauge("queued_prefill_tokens", "Prompt tokens not yet computed."),
             "blocks_total": gauge("kv_blocks_total", "KV blocks of the pool."),
             "blocks_free": gauge("kv_blocks_free", "KV blocks free or evictable."),
@@ -65,6 +67,7 @@ class WorkerMetrics:
             "prefill_tokens_computed": counter("prefill_tokens_computed", "Prompt tokens computed here."),
             "cached_prompt_tokens": counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
             "preemptions": counter("preemptions", "Requests preempted and recomputed."),
+            "batch_preemptions": counter("batch_preemptions", "Of these, the batch lane's: they gave way."),
             "corrupted_blocks": counter("kv_blocks_corrupted", "Cached KV blocks whose bytes had changed: not used."),
         }
         self.unwell = gauge("unwell", "1 while the engine cannot be counted on (an upstream that does not answer).")

@@ -46,5 +46,6 @@ def worker_message(
         started=time.time(),
         pid=os.getpid(),
         device=context.device,
+        yields=spec.yields,
         lacks=sorted(spec.lacks),
     )

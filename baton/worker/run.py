@@ -139,7 +139,8 @@ class Runs:
             async with asyncio.timeout(remaining_s(request.deadline)):
                 stored = await self._load(reservation, message, run)
                 await self._prefill(reservation, -(-message.have_prefix // ours.spec.block_size), stored, run)
-                self._offer(request, message.attempt.tenant)
+                if not request.batch:  # nobody comes back to it
+                    self._offer(request, message.attempt.tenant)
                 await run.closing.wait()  # the lease
             raise BatonError(Reason.DRAINING, f"{ours.id} is draining: the lease ends")
         except TimeoutError:

@@ -41,7 +41,9 @@ class Serving:
             lambda: context.check_moving(Reason.ENGINE_FAILED),
         )
         self.attempts = Attempts(context.metrics, self.watchers.changed)
-        self.sessions = Sessions(context.epoch, context.metrics, lambda: state.heartbeat(context), self._end_session)
+        self.sessions = Sessions(
+            context.epoch, context.metrics, lambda: state.heartbeat(context, self.attempts.batch), self._end_session
+        )
         self.stores = Stores(
             context.peer, context.fingerprint, context.transports, context.channels, context.background
         )

@@ -8,8 +8,9 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.context import WorkerContext
 
 
-def heartbeat(context: WorkerContext) -> pb.Heartbeat:
-    """Now. A frontend tells a long step from a stalled engine by when the step began and how long it should take."""
+def heartbeat(context: WorkerContext, batch: int) -> pb.Heartbeat:
+    """Now. A frontend tells a long step from a stalled engine by when the step began and how long it should take;
+    `batch` tells it how much of what is here gives way."""
     stats = context.engine.stats()
     return pb.Heartbeat(
         time=time.time(),
@@ -18,16 +19,18 @@ def heartbeat(context: WorkerContext) -> pb.Heartbeat:
         running=stats.running,
         waiting=stats.waiting,
         draining=context.draining,
+        # From one and the same look at the engine, where it tells.
+        batch=stats.batch_running + stats.batch_waiting if context.spec.yields else batch,
     )
 
 
 def load(context: WorkerContext) -> pb.Load:
-    """Now, without `admitted`."""
+    """Now, without `admitted`. What gives way to all others (the batch lane) is no load."""
     stats = context.engine.stats()
     return pb.Load(
-        running=stats.running,
-        waiting=stats.waiting,
-        queued_prefill_tokens=stats.queued_prefill_tokens,
+        running=stats.running - stats.batch_running,
+        waiting=stats.waiting - stats.batch_waiting,
+        queued_prefill_tokens=stats.queued_prefill_tokens - stats.batch_queued_tokens,
         blocks_total=stats.blocks_total,
         blocks_free=stats.blocks_free,
         prefill_tok_s=stats.prefill_tok_s,

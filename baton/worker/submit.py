@@ -92,8 +92,16 @@ class Submissions:
         context.check_grammar(message.attempt)
         request = request_from_pb(message.attempt)
         remaining_s(request.deadline)
+        if request.batch:
+            self._check_idle()
         strict = message.fallback == pb.FALLBACK_STRICT
         return Attempt(request, session, plan, strict, context.id, context.metrics, message.attempt.tenant)
+
+    def _check_idle(self) -> None:
+        """Raises BatonError NO_CAPACITY while an engine that does not know the batch lane has other work."""
+        stats = self._context.engine.stats()
+        if not self._context.spec.yields and stats.running + stats.waiting > self._attempts.batch:
+            raise BatonError(Reason.NO_CAPACITY, f"{self._context.id} has other work than the batch lane's")
 
     async def _run(self, attempt: Attempt, admitted: asyncio.Future[None]) -> None:
         log = _log.bind(uid=attempt.request.uid, attempt=attempt.request.attempt)

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from baton.errors import BatonError, Reason
 from services.frontend.api_keys import RequireKey
 from services.frontend.asked import check_model
+from services.frontend.batches.routes import add_routes
 from services.frontend.drain import CountRequests
 from services.frontend.errors import error_response, internal
 from services.frontend.frontend import Frontend
@@ -44,7 +45,7 @@ def create_app(frontend: Frontend) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=frontend.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
@@ -91,6 +92,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     app.add_route("/v1/baton/explain", explain, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{model:path}", model, ["GET"])
+    add_routes(app, frontend, _receive)
     app.add_route("/openapi.json", openapi, ["GET"])
     app.add_route("/health", health, ["GET"])
     app.add_route("/ready", ready, ["GET"])

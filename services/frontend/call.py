@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from services.frontend.detokenise import ChoiceText, Piece, Show
 from services.frontend.inbox import Inbox
 from services.frontend.prompt import Prompt
 from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
+from services.frontend.turn import Turn
 
 STARTS = 8
 """Prompts of one request that are placed at the same time."""
@@ -53,7 +54,17 @@ class IndexedPiece(NamedTuple):
 class Call:
     """Every output of one HTTP request. `close` on every path."""
 
-    def __init__(self, uid: str, asks: Sequence[Ask], n: int, deadline: float, tokenizer: Tokenizer, backend: Backend):
+    def __init__(
+        self,
+        uid: str,
+        asks: Sequence[Ask],
+        n: int,
+        deadline: float,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        turns: Callable[[int], Turn] | None = None,
+    ) -> None:
+        """`turns` makes the turn of a prompt with so many outputs: then the call is of the batch lane."""
         self._inbox: Inbox[Item] = Inbox()
         self._deadline = deadline
         self._n = n
@@ -61,7 +72,15 @@ class Call:
         self._broken: deque[Broken] = deque()
         self._generations = [
             Generation(
-                Work(f"{uid}-{i}" if len(asks) > 1 else uid, ask.prompt, ask.sampling, n, deadline, ask.merged_only),
+                Work(
+                    f"{uid}-{i}" if len(asks) > 1 else uid,
+                    ask.prompt,
+                    ask.sampling,
+                    n,
+                    deadline,
+                    ask.merged_only,
+                    turns(n) if turns is not None else None,
+                ),
                 backend,
                 self._inbox,
             )
@@ -85,6 +104,7 @@ class Call:
         self._last = [0.0] * len(self._texts)
         self._scores: dict[int, Sequence[Logprob]] = {}  # of each prompt: workers tell them with one choice alone
         self._begun: set[int] = set()
+        self._batch = turns is not None
 
     @property
     def outputs(self) -> int:
@@ -187,7 +207,7 @@ class Call:
             piece = text.push(item.ids, item.logprobs, item.finish)
         if piece.finish and not item.finish:
             item.generation.end_choice(item.choice)
-        if item.ids or item.text:
+        if (item.ids or item.text) and not self._batch:  # one that gives way has gaps that nobody feels
             now = time.monotonic()
             if self._last[index]:
                 self._metrics.itl.observe(now - self._last[index])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from services.frontend.api_keys import ApiKeys
 from services.frontend.asked import Asked
+from services.frontend.batches.batches import Batches
 from services.frontend.call import Ask, Call
 from services.frontend.chunks import ChatFormat, Format, TextFormat
 from services.frontend.detokenise import Show
@@ -24,7 +25,7 @@ from services.frontend.ready import Readiness
 from services.frontend.request import Backend, Work
 from services.frontend.respond import Prepared
 from services.frontend.sampling import make_sampling, output_budget
-from services.frontend.schema import Options
+from services.frontend.turn import Turn
 
 COMPLETION_TOKENS = 16
 """OpenAI's default budget of `/v1/completions`."""
@@ -49,6 +50,8 @@ class Frontend:
     """Who may ask; None: everybody."""
     cors_origins: Sequence[str] = ()
     """Web origins whose pages may ask; `*`: all."""
+    batches: Batches | None = None
+    """None: this frontend keeps no files."""
 
     def context_length(self) -> int:
         """Tokens that prompt and output may have together: the model's limit, or the workers' where that is less."""
@@ -64,11 +67,23 @@ class Frontend:
             "max_model_len": self.context_length(),
         }
 
-    async def prepare(self, body: bytes | bytearray, uid: str, *, chat: bool) -> Prepared:
-        """Read a body and make of it what can be started. Raises BatonError when it is not right, or not in time."""
+    async def prepare(
+        self,
+        body: bytes | bytearray,
+        uid: str,
+        *,
+        chat: bool,
+        timeout_s: float | None = None,
+        turns: Callable[[int], Turn] | None = None,
+    ) -> Prepared:
+        """Read a body and make of it what can be started; `turns`: in the batch lane, and with a time of its own.
+
+        Raises BatonError when it is not right, or not in time.
+        """
         begun = time.time()
         asked, asks = await self._read(body, chat)
-        call = self._call(uid, asks, asked.options, begun)
+        deadline = begun + (timeout_s or self.request_timeout_s)
+        call = Call(uid, asks, asked.options.n, deadline, self.model.tokenizer, self.backend, turns)
         format = self._format(asked, self._head(uid, begun))
         options = asked.options
         return Prepared(call, format, options.stream, options.include_usage, options.continuous_usage)
@@ -122,10 +137,6 @@ class Frontend:
             return ChatFormat(*head, outputs=options.n, voice=asked.voice, **told)
         echoes = [(p.text, p.ids) if asked.echo else None for p in prompts for _ in range(options.n)]
         return TextFormat(*head, echoes=echoes, **told)
-
-    def _call(self, uid: str, asks: list[Ask], options: Options, begun: float) -> Call:
-        deadline = begun + self.request_timeout_s
-        return Call(uid, asks, options.n, deadline, self.model.tokenizer, self.backend)
 
     def _head(self, uid: str, begun: float) -> tuple[str, int, str, str]:
         card = self.model.card

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from baton.errors import BatonError, Reason
 from services.frontend.metrics import FrontendMetrics
 
@@ -15,6 +17,8 @@ class Gate:
         self._metrics = metrics
         self._requests = 0
         self._bytes = 0
+        self.entered_at = 0.0
+        """`time.monotonic()` of the last request that was let in."""
 
     @property
     def held(self) -> tuple[int, int]:
@@ -26,6 +30,7 @@ class Gate:
         if self._requests >= self._max_requests:
             raise self._refusal("requests", f"This server has {self._requests} requests under way; try again soon.")
         self._requests += 1
+        self.entered_at = time.monotonic()
         return Pass(self)
 
     def _take(self, change: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -17,6 +18,11 @@ from baton.rpc.channel import Channels
 from baton.v1 import registry_pb2, worker_pb2
 from services.frontend.api_keys import ApiKeys
 from services.frontend.app import create_app
+from services.frontend.batches.answer import Answerer
+from services.frontend.batches.batches import Batches
+from services.frontend.batches.lane import Lane
+from services.frontend.batches.look import Look
+from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.drain import Requests
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Gate
@@ -31,6 +37,8 @@ from services.frontend.settings import FrontendSettings
 
 BODIES_HELD = 8
 """Bodies of the largest size that may be held at once until they are read."""
+ARRIVING_S = 0.1
+"""A request that was let in may be on its way to a worker for so long."""
 
 
 def main() -> None:
@@ -86,6 +94,9 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
         api_keys=ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else None,
         cors_origins=settings.origins,
     )
+    if settings.batch_dir:
+        look = Look(model.name, workers, sessions.live(), backend.placed)
+        frontend = await _with_batches(process, settings, frontend, look)
     server = make_server(create_app(frontend), settings.client_stall_s, metrics.slow_clients.inc)
     # What is here now stays: without it each full collection walks the vocabulary and holds up the loop.
     gc.collect()
@@ -104,10 +115,35 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     await process.stopped()
     readiness.draining = True
     await registration.withdraw()
+    if frontend.batches is not None:
+        await frontend.batches.stop()
     await server.leave(requests, settings.linger_s, settings.drain_s)
     await serving
     unfollow()
     await router.flush()
+
+
+async def _with_batches(process: Process, settings: FrontendSettings, frontend: Frontend, look: Look) -> Frontend:
+    """The frontend with its files and batches, which go on from where they stand."""
+    metrics, gate = BatchMetrics(process.collectors), frontend.gate
+    lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, metrics)
+    answerer = Answerer(
+        lambda body, uid, chat, timeout_s: frontend.prepare(body, uid, chat=chat, timeout_s=timeout_s, turns=lane.turn),
+        metrics,
+    )
+    batches = Batches(
+        Path(settings.batch_dir),
+        settings.max_file_bytes,
+        settings.batch_dir_bytes,
+        answerer,
+        lambda: lane.lines,
+        process.background,
+        metrics,
+    )
+    process.closing(batches.close)
+    await batches.open()
+    process.background.spawn(lane.run(), "batch lane")
+    return replace(frontend, batches=batches)
 
 
 def _registration(process: Process, url: str) -> registry_pb2.Frontend:

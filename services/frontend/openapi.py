@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.frontend.reference import CHAT, COMPLETIONS, Json, fields
+from services.frontend.batches import described as batches
+from services.frontend.reference import BATCHES, CHAT, COMPLETIONS, FILES, Json, fields
 
 _REFUSALS = {
     "400": "the request is wrong: `param` names the field",
     "401": "no valid API key",
-    "404": "another model, or no such path",
+    "404": "another model, or no such thing",
+    "409": "it is in use",
     "413": "the body is too large",
     "415": "the body is not JSON in UTF-8",
     "429": "everything is full, or a quota is used up: `Retry-After` says when to come back",
@@ -87,7 +89,8 @@ def _answer(kind: str, choice: Json) -> Json:
 def _body(path: str, model: str) -> Json:
     known = {field.name: field for field in fields(path) if field.schema is not None}
     properties = {name: dict(field.schema or {}, description=field.note) for name, field in known.items()}
-    properties["model"] = {"enum": [model]}
+    if "model" in properties:
+        properties["model"] = {"enum": [model]}
     return {
         "type": "object",
         "properties": properties,
@@ -109,8 +112,26 @@ def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool) -
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _json(body)},
-        "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*_REFUSALS)},
+        "responses": {
+            "200": {"description": "the answer", "content": content},
+            **_refusals(*(s for s in _REFUSALS if s != "409")),
+        },
     }
+
+
+def _send(summary: str, content: Json, answer: Json) -> Json:
+    refusals = _refusals("400", "401", "404", "413", "415", "429", "503")
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": content},
+        "responses": {"200": {"description": "the answer", "content": _json(answer)}, **refusals},
+    }
+
+
+def _form(path: str) -> Json:
+    body = _body(path, "")
+    body["properties"]["file"]["format"] = "binary"
+    return {"multipart/form-data": {"schema": body}}
 
 
 def _get(summary: str, answer: Json, *refusals: str, kind: str = "application/json", **more: Any) -> Json:
@@ -139,6 +160,25 @@ def describe(model: str, *, keys: bool) -> Json:
             "get": _get("the served model", _object({"object": {"const": "list"}, "data": {"type": "array"}}), "401")
         },
         "/v1/models/{model}": {"get": _get("the served model, by name", _MODEL, "401", "404", parameters=[named])},
+        FILES: {
+            "post": _send("upload a file", _form(FILES), batches.FILE),
+            "get": _get("the files", batches.LIST, "400", "401", "404", parameters=batches.LIST_OF_FILES),
+        },
+        "/v1/files/{id}": {
+            "get": _get("one file", batches.FILE, "401", "404", parameters=batches.FILE_ID),
+            "delete": _get("remove a file", batches.DELETED, "401", "404", "409", parameters=batches.FILE_ID),
+        },
+        "/v1/files/{id}/content": {
+            "get": _get("its bytes", _STRING, "401", "404", kind="application/octet-stream", parameters=batches.FILE_ID)
+        },
+        BATCHES: {
+            "post": _send("run a batch", _json(_body(BATCHES, model)), batches.BATCH),
+            "get": _get("the batches", batches.LIST, "400", "401", "404", parameters=batches.PAGE),
+        },
+        "/v1/batches/{id}": {"get": _get("one batch", batches.BATCH, "401", "404", parameters=batches.BATCH_ID)},
+        "/v1/batches/{id}/cancel": {
+            "post": _get("end a batch", batches.BATCH, "400", "401", "404", parameters=batches.BATCH_ID)
+        },
         "/openapi.json": {"get": _get("this description", {"type": "object"}, security=[])},
         "/health": {"get": _get("whether the process lives", _object({"status": {"const": "ok"}}), security=[])},
         "/ready": {"get": probe},

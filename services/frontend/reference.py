@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from services.frontend.batches.answer import ENDPOINTS as BATCH_ENDPOINTS
 from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 from services.frontend.tools import MAX_TOOLS
 
@@ -15,6 +16,7 @@ Status = Literal["works", "ignored", "refused"]
 Json = dict[str, Any]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FILES, BATCHES = "/v1/files", "/v1/batches"
 BOTH = (CHAT, COMPLETIONS)
 HUGE = (1 << 63) - 1
 
@@ -47,6 +49,15 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/models", "the served model"),
     Endpoint("GET", "/v1/models/{model}", "the same, by name; 404 for any other"),
     Endpoint("POST", "/v1/baton/explain", "a chat or completions body: where it would run and why; nothing is started"),
+    Endpoint("POST", FILES, "upload a batch's input, as `multipart/form-data`"),
+    Endpoint("GET", FILES, "the files: `purpose`, `order`, `limit`, `after`"),
+    Endpoint("GET", "/v1/files/{id}", "one file: size, name, purpose, and of ours `baton.sha256`, `baton.lines`"),
+    Endpoint("DELETE", "/v1/files/{id}", "remove it; 409 `file_in_use` while a batch needs it"),
+    Endpoint("GET", "/v1/files/{id}/content", "its bytes"),
+    Endpoint("POST", BATCHES, "run every line of a file in idle time"),
+    Endpoint("GET", BATCHES, "the batches, newest first: `limit`, `after`"),
+    Endpoint("GET", "/v1/batches/{id}", "one batch: status, counts, errors by line, result files"),
+    Endpoint("POST", "/v1/batches/{id}/cancel", "end it; what is done is kept"),
     Endpoint("GET", "/openapi.json", "this API as OpenAPI 3.1", key=False),
     Endpoint("GET", "/health", "200 while the process lives", key=False),
     Endpoint("GET", "/ready", "200 when a completion can be served, else 503 and what is missing", key=False),
@@ -241,6 +252,26 @@ FIELDS = (
     *_rest("ignored", "", "reasoning_effort", "verbosity", "prediction", where=(CHAT,)),
     *_rest("ignored", "requests are served by age", "priority"),
     *_rest("ignored", "of beam search", "length_penalty", "early_stopping"),
+    _works("file", "JSON lines, each `{custom_id, method, url, body}`", {"type": "string"}, (FILES,), required=True),
+    _works("purpose", "`batch` only", {"enum": ["batch"]}, (FILES,), required=True),
+    *_rest("refused", "files stay until they are deleted", "expires_after", where=(FILES,)),
+    _works("input_file_id", "a file of purpose `batch`", {"type": "string"}, (BATCHES,), required=True),
+    _works(
+        "endpoint", "what its lines ask for: every `url`", {"enum": list(BATCH_ENDPOINTS)}, (BATCHES,), required=True
+    ),
+    _works("completion_window", "`24h` only", {"enum": ["24h"]}, (BATCHES,), required=True),
+    _works(
+        "metadata",
+        "16 pairs: names of 64 characters, texts of 512",
+        {
+            "type": ["object", "null"],
+            "maxProperties": 16,
+            "propertyNames": {"maxLength": 64},
+            "additionalProperties": {"type": "string", "maxLength": 512},
+        },
+        (BATCHES,),
+    ),
+    *_rest("ignored", "files stay until they are deleted", "output_expires_after", where=(BATCHES,)),
     *_rest("ignored", "", "spaces_between_special_tokens", "request_id", "kv_transfer_params", "vllm_xargs"),
 )
 
@@ -255,11 +286,14 @@ def tables() -> str:
     lines = ["| method | path | | key |", "|---|---|---|---|"]
     lines += [f"| {e.method} | `{e.path}` | {e.note} | {'yes' if e.key else 'no'} |" for e in ENDPOINTS]
     lines += ["", "| field | chat | completions | |", "|---|---|---|---|"]
-    for name in dict.fromkeys(field.name for field in FIELDS):
-        ours = [field for field in FIELDS if field.name == name]
+    of_both = [field for field in FIELDS if set(field.where) & set(BOTH)]
+    for name in dict.fromkeys(field.name for field in of_both):
+        ours = [field for field in of_both if field.name == name]
         status = {path: field.status for field in ours for path in field.where}
         notes = "; ".join(dict.fromkeys(field.note for field in ours if field.note))
         lines.append(f"| `{name}` | {status.get(CHAT, '-')} | {status.get(COMPLETIONS, '-')} | {notes} |")
+    lines += ["", "| endpoint | field | | |", "|---|---|---|---|"]
+    lines += [f"| `{path}` | `{f.name}` | {f.status} | {f.note} |" for path in (FILES, BATCHES) for f in fields(path)]
     return "\n".join(lines) + "\n"
 
 

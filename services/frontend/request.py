@@ -24,10 +24,12 @@ from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.inbox import Inbox
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.placed import Placed
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.route import RouterClient
 from services.frontend.session import Session
 from services.frontend.sessions import Sessions
+from services.frontend.turn import MERGED, Turn
 
 MAX_FAILURES = 6
 """Attempts in a row that may fail without one new token."""
@@ -68,6 +70,7 @@ class Backend:
     fallback: worker_pb2.Fallback.ValueType
     resume_patience_s: float = 30.0
     """How long an output that has begun waits for a worker that can go on with it."""
+    placed: Placed = field(default_factory=Placed)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Work:
     choices: int
     deadline: float
     merged_only: bool = False
+    turn: Turn | None = None
+    """Of the batch lane: when and where it may run."""
 
     @property
     def needs(self) -> list[str]:
@@ -191,6 +196,8 @@ class Generation:
         self._legs: dict[int, Leg] = {}
         self._exclude: set[str] = set()
         self._failures = 0
+        if work.turn is not None:
+            work.turn.bind(self._give_way, self._begun, [*work.needs, *([MERGED] if work.merged_only else [])])
 
     @property
     def finished(self) -> bool:
@@ -240,6 +247,16 @@ class Generation:
             self._end(leg, reason, abort=True)
         for choice in self._choices:
             choice.finished = True
+        if self.work.turn is not None:
+            self.work.turn.leave()
+
+    def _give_way(self) -> None:
+        """The batch lane's place is wanted: stop here and wait for another one, with what there is."""
+        for leg in list(self._legs.values()):
+            self.on_broken(leg, BatonError(Reason.PREEMPTED, "it gave way to others"), handback=False)
+
+    def _begun(self) -> bool:
+        return bool(self._legs) and all(leg.first_token for leg in self._legs.values())
 
     def on_event(self, leg: Leg, event: worker_pb2.Event) -> None:
         """Take an event of a live leg, or count why not. Never raises."""
@@ -342,7 +359,7 @@ class Generation:
     def _measure(self, leg: Leg) -> None:
         """What a resume cost the client, by what was waited for."""
         broken = leg.resumes
-        if broken is None:
+        if broken is None or broken.error.reason is Reason.PREEMPTED:
             return
         waits = {"place": leg.started - broken.at, "token": leg.first_token - leg.started}
         if broken.error.reason is Reason.SESSION_LOST:
@@ -371,6 +388,8 @@ class Generation:
     def _judge(self, broken: Broken, *, resumed: bool) -> None:
         """Whether to go on after a failure, and whom to leave out. Raises the failure when not."""
         error, plan = broken.error, broken.leg.plan
+        if error.reason is Reason.PREEMPTED:
+            return
         self._failures += 1
         # Strict forbids another way to run, not another pair that runs as planned.
         moved = error.reason is Reason.DRAINING
@@ -391,8 +410,10 @@ class Generation:
         refusal = None if broken is None else broken.error
         while True:
             try:
-                plan = await self._backend.router.route(self._route_request(emitted))
+                plan = await self._plan(emitted)
             except BatonError as error:
+                if await self._turned_away(error):
+                    continue
                 patience = began + self._patience_s(emitted, error)
                 # What has been taken once was right: those who could do it are away.
                 absent = error.reason in _NO_PLACE or (bool(emitted) and error.reason is Reason.INVALID_REQUEST)
@@ -409,6 +430,8 @@ class Generation:
                 await self._submit(plan, indices, emitted, broken)
                 return
             except BatonError as error:
+                if await self._turned_away(error):
+                    continue
                 self._backend.metrics.attempt_failures.labels(error.reason.name).inc()
                 self._failures += error.reason not in _UNREACHABLE
                 patience = began + self._patience_s(emitted, error)
@@ -418,6 +441,27 @@ class Generation:
                 self._exclude.add(plan.worker.id)
                 self._note(RouteReason.REROUTED)
                 _log.info("submit refused", uid=self.work.uid, worker=plan.worker.id, error=str(error))
+
+    async def _plan(self, emitted: Sequence[int]) -> worker_pb2.Plan:
+        turn = self.work.turn
+        if turn is None:
+            return await self._backend.router.route(self._route_request(emitted))
+        while True:
+            none = await turn.wait()
+            request = self._route_request(emitted)
+            request.exclude.extend(none)
+            plan = await self._backend.router.route(request)
+            if turn.placed:
+                return plan
+
+    async def _turned_away(self, error: BatonError) -> bool:
+        """Whether a request of the batch lane was refused for want of room: it comes again, as long as it has time."""
+        turn = self.work.turn
+        if turn is None or error.reason not in _NO_PLACE | _UNREACHABLE or time.time() >= self.work.deadline:
+            return False
+        self._exclude.clear()
+        await turn.refused(error.reason)
+        return True
 
     def _patience_s(self, emitted: Sequence[int], refusal: BatonError) -> float:
         """How long to look for a worker: an output that has begun is worth more waiting than a refusal in time."""
@@ -444,12 +488,15 @@ class Generation:
                 deadline=work.deadline,
                 choices=indices,
                 model=backend.card.model,
+                batch=work.turn is not None,
             ),
             plan=plan,
             fallback=backend.fallback,
             card=backend.card,
         )
         self._legs[leg.attempt] = leg
+        if work.turn is None:
+            backend.placed.add(leg)
         for index in indices:
             self._choices[index].attempt = leg.attempt
         backend.metrics.attempts.inc()
@@ -465,11 +512,15 @@ class Generation:
             if not accepted:
                 # A submit that timed out or was cancelled may have arrived: the worker is told to drop it.
                 self._legs.pop(leg.attempt, None)
+                backend.placed.discard(leg)
                 for index in indices:
                     if self._choices[index].attempt == leg.attempt:
                         self._choices[index].attempt = NO_ATTEMPT
                 if session.connected:
                     backend.background.spawn(session.abort(leg.key), f"abort {leg.key}")
+        if leg.attempt not in self._legs and any(not self._choices[i].finished for i in indices) and session.connected:
+            # It gave way before it was taken: what was aborted then may not have been there yet.
+            backend.background.spawn(session.abort(leg.key), f"abort {leg.key}")
         self.plan = plan
         for reason in plan.reasons:
             self._note(reason)
@@ -499,6 +550,7 @@ class Generation:
     def _end(self, leg: Leg, reason: Reason | None, *, abort: bool) -> None:
         """Forget a leg: detach it, tell the worker if it may still run, and the routers in any case."""
         self._legs.pop(leg.attempt, None)
+        self._backend.placed.discard(leg)
         leg.session.detach(leg.key)
         if abort:
             self._backend.background.spawn(leg.session.abort(leg.key), f"abort {leg.key}")

@@ -35,6 +35,11 @@ class FrontendSettings(ServiceSettings):
     )
     max_requests: int = Field(1024, gt=0, description="requests under way at once; more are refused with 429")
     max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused")
+    batch_dir: str = Field(
+        "", description="where files and batches are kept, a directory of this frontend alone; empty: none are"
+    )
+    max_file_bytes: int = Field(200 << 20, gt=0, description="larger files are refused")
+    batch_dir_bytes: int = Field(4 << 30, gt=0, description="what files and results may have in all")
     api_keys_file: str = Field("", description="one API key a line; empty: no key is asked for")
     cors_origins: str = Field("", description="web origins that may ask, comma separated; * = all; empty: none")
 

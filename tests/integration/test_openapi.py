@@ -38,6 +38,15 @@ OPERATIONS = [
     ("POST", "/v1/baton/explain"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files"),
+    ("GET", "/v1/files/{id}"),
+    ("DELETE", "/v1/files/{id}"),
+    ("GET", "/v1/files/{id}/content"),
+    ("POST", "/v1/batches"),
+    ("GET", "/v1/batches"),
+    ("GET", "/v1/batches/{id}"),
+    ("POST", "/v1/batches/{id}/cancel"),
     ("GET", "/openapi.json"),
     ("GET", "/health"),
     ("GET", "/ready"),
@@ -52,7 +61,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A merged worker of a tiny model, and a frontend."""
     directory = tmp_path_factory.mktemp("openapi")
     model = make_tiny_model(directory / "tiny", layers=1, hidden=32, context=512)
-    run = Stack(directory, model, prefill=0, decode=0, kvstore=False)
+    run = Stack(directory, model, prefill=0, decode=0, kvstore=False, http={"batch_dir": directory / "kept"})
     run.start()
     yield run
     run.teardown()
@@ -108,6 +117,6 @@ def test_what_is_drawn_is_answered_as_described(
 
     draw()
     print(f"{method} {path} {mode.value}: {statuses}")
-    if not wrong:
+    if not wrong and "{id}" not in path and (method, path) != ("POST", "/v1/batches"):  # nobody has what these name
         assert statuses.get(200), "nothing that was drawn is right"
     stack.settle()

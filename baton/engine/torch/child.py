@@ -85,6 +85,7 @@ class EngineProcess:
             eos_token_ids=config.eos_token_ids,
             grammars=kinds,
         )
+        self._cost = StepCost()
         self._scheduler = Scheduler(
             self._pool,
             limits,
@@ -92,8 +93,8 @@ class EngineProcess:
             self._kv.zero_tail,
             self._checksum,
             grammars,
+            self._cost,
         )
-        self._cost = StepCost()
         self._steps = 0
         self._checks: list[int] = []
         self._due = (0.0, 0.0)
@@ -118,6 +119,7 @@ class EngineProcess:
             resume=Resume.EXACT if options.dtype == "float32" else Resume.TEXT,
             eos_token_ids=config.eos_token_ids,
             lacks=lacked_grammars(kinds),
+            yields=True,
         )
 
     def _grammars(self, options: Options, config: ModelConfig) -> Grammars | None:
@@ -320,6 +322,7 @@ class EngineProcess:
         elif not self._due[0] and not blocked:
             self._due = (time.time(), self._cost.decode_step_s)
         started, predicted = self._due
+        batch_running, batch_waiting, batch_tokens = scheduler.batch
         self._page.write(
             EngineStats(
                 running=scheduler.running,
@@ -341,6 +344,10 @@ class EngineProcess:
                 output_tokens=scheduler.output_tokens,
                 preemptions=scheduler.preemptions,
                 corrupted_blocks=scheduler.corrupted_blocks,
+                batch_running=batch_running,
+                batch_waiting=batch_waiting,
+                batch_queued_tokens=batch_tokens,
+                batch_preemptions=scheduler.batch_preemptions,
             ),
             self._taken,
         )

@@ -4,6 +4,9 @@ A step mixes one token of every running sequence (at most `max_streams`) with ch
 `chunk_tokens`. When the pool runs out in mid-decode the youngest sequence gives its blocks up and is computed again
 later; its tokens are kept, and no new request gets the blocks that it waits for.
 
+Requests of the batch lane give way to all others: they are refused while others wait, join a step only as far as these
+do not feel it (`lane.py`), and are the first to lose their place and their blocks.
+
 Every method is called under the engine's lock, except that the forward pass between `plan` and `apply` runs without
 it: jobs released meanwhile keep their blocks until `apply`.
 """
@@ -16,8 +19,10 @@ from collections import Counter, abc
 
 from baton.engine.admission import Limits, validate
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, TokenEvent
+from baton.engine.predict import StepCost
 from baton.engine.torch.batch import Logits
 from baton.engine.torch.grammars import Grammars
+from baton.engine.torch.lane import Costs, allowed, kept
 from baton.engine.torch.sequence import Job, Phase, Sequence
 from baton.engine.torch.step import Draw, Drawn, Outcome, Work
 from baton.errors import BatonError, Reason
@@ -28,7 +33,7 @@ from baton.kv.pool import BlockPool, PoolFull
 
 class Scheduler:
     """Jobs, their sequences, the pool. `copy_slot(src, dst)`, `zero_tail(slot, tokens)` and `checksum(slot)` (over a
-    sealed slot's identity and bytes) touch the bytes. `grammars`: where `limits` let any in."""
+    sealed slot's identity and bytes) touch the bytes. `grammars`: where `limits` let any in; `cost`: of steps."""
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class Scheduler:
         zero_tail: abc.Callable[[int, int], None],
         checksum: abc.Callable[[int], int],
         grammars: Grammars | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         self.pool = pool
         self.holds = Holds(pool)
@@ -46,6 +52,8 @@ class Scheduler:
         self._zero_tail = zero_tail
         self._checksum = checksum
         self._grammars = grammars
+        self._cost = cost or StepCost()
+        self._kept = kept(len(pool))
         self._jobs: dict[int, Job] = {}
         self._live: set[tuple[str, int]] = set()
         self._running: list[Sequence] = []
@@ -53,6 +61,7 @@ class Scheduler:
         self._in_step: set[Job] = set()
         self._order = 0
         self.preemptions = 0
+        self.batch_preemptions = 0
         self.corrupted_blocks = 0
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
@@ -87,6 +96,12 @@ class Scheduler:
         return sum(s.remaining for s in self._waiting)
 
     @property
+    def batch(self) -> tuple[int, int, int]:
+        """Of the batch lane: sequences that generate, those that wait, and prompt tokens of these."""
+        waiting = [s for s in self._waiting if s.job.batch]
+        return sum(s.job.batch for s in self._running), len(waiting), sum(s.remaining for s in waiting)
+
+    @property
     def pinned(self) -> int:
         """Slots that somebody holds."""
         return len(self.pool) - self.pool.available - self.pool.quarantined
@@ -97,8 +112,7 @@ class Scheduler:
         validate(request, prompt, self.limits)
         if (request.uid, request.attempt) in self._live:
             raise BatonError(Reason.DUPLICATE_REQUEST, f"{request.uid}/{request.attempt} is already here", param="uid")
-        if len(self._jobs) >= self.limits.max_jobs:
-            raise BatonError(Reason.NO_CAPACITY, f"{len(self._jobs)} requests are here already")
+        self._admit(request)
         size = self.limits.block_size
         hits: list[int] = []
         if request.sampling.prompt_logprobs is None:
@@ -107,8 +121,13 @@ class Scheduler:
         needed = self._blocks(len(prompt)) - len(hits) + decode_room
         try:
             # Who was preempted is older: it must not wait for ever because the young take every block that is freed.
-            if self._owed and needed + self._owed > self.pool.available:
-                raise PoolFull(f"{needed} blocks wanted, and {self._owed} of {self.pool.available} are promised")
+            owed = self._owed(batch=request.batch)
+            if not request.batch:
+                self._shed(needed + owed)
+            if owed and needed + owed > self.pool.available:
+                raise PoolFull(f"{needed} blocks wanted, and {owed} of {self.pool.available} are promised")
+            if request.batch and self._jobs and needed + self._kept > self.pool.available:
+                raise PoolFull(f"{needed} blocks wanted for the batch lane, which leaves {self._kept} to others")
             fresh = self.pool.take(needed)
         except PoolFull as full:
             self.pool.drop(reversed(hits))
@@ -128,10 +147,18 @@ class Scheduler:
         self.cached_prompt_tokens += job.hit_tokens
         return job
 
-    @property
-    def _owed(self) -> int:
-        """Blocks that waiting sequences lack."""
-        return sum(max(0, self._blocks(len(s.tokens)) - len(s.slots)) for s in self._waiting)
+    def _admit(self, request: Request) -> None:
+        """Raises BatonError(NO_CAPACITY) when too many are here already; of the batch lane also while others wait."""
+        alike = sum(job.batch == request.batch for job in self._jobs.values())
+        if alike >= (self.limits.max_streams if request.batch else self.limits.max_jobs):
+            raise BatonError(Reason.NO_CAPACITY, f"{alike} requests are here already")
+        if request.batch and not all(s.job.batch for s in self._waiting):
+            raise BatonError(Reason.NO_CAPACITY, "others wait: nothing of the batch lane is taken")
+
+    def _owed(self, *, batch: bool) -> int:
+        """Blocks that waiting sequences lack; those of the batch lane have no claim before others."""
+        waiting = (s for s in self._waiting if batch or not s.job.batch)
+        return sum(max(0, self._blocks(len(s.tokens)) - len(s.slots)) for s in waiting)
 
     def commit(self, job: Job, tokens: int) -> None:
         """The first `tokens` of the prompt have verified KV: full blocks become prefix hits for others."""
@@ -242,11 +269,33 @@ class Scheduler:
         """The next step. Requests past their deadline, or that cannot go on, are told in `outcome`."""
         self._expire(outcome)
         self._refuse_grammars(outcome)
-        work = [Work(s, 1, "last") for s in self._decodable(outcome)]
-        budget = self.limits.chunk_tokens
-        slots = self._room
+        self._clear_the_way()
+        decodable = self._decodable(outcome)
+        work = [Work(s, 1, "last") for s in decodable if not s.job.batch]
+        chunk = self.limits.chunk_tokens
+        work += self._prompts(chunk, batch=False)
+        work += self._lane(work, [s for s in decodable if s.job.batch and s in self._running], chunk)
+        self._in_step = {w.sequence.job for w in work}
+        return work
+
+    def _lane(self, others: list[Work], streams: list[Sequence], chunk: int) -> list[Work]:
+        """What of the batch lane the step takes in beside `others`."""
+        if not streams and not any(s.job.batch for s in self._waiting):
+            return []
+        decoding = sum(w.count == 1 for w in others)
+        step_s = self._cost.predict(sum(w.count for w in others) - decoding, decoding) or 1e-9 if others else 0.0
+        room = self.limits.max_streams - decoding
+        may = allowed(step_s, room, chunk, Costs(self._cost.stream_s, self._cost.prefill_tok_s))
+        work = [Work(s, 1, "last") for s in streams[: may.streams]]
+        left = chunk - sum(w.count for w in others if w.count > 1)
+        return work + self._prompts(min(left, may.prompt_tokens), batch=True)
+
+    def _prompts(self, budget: int, *, batch: bool) -> list[Work]:
+        """Chunks of waiting prompts, oldest first."""
+        work: list[Work] = []
+        slots = self._room(batch=batch)
         blocked = False
-        for sequence in list(self._waiting):
+        for sequence in [s for s in self._waiting if s.job.batch == batch]:
             if sequence.job.waits_for_grammar:
                 continue
             if budget <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
@@ -259,13 +308,41 @@ class Scheduler:
             budget -= count
             slots -= sequence.job.phase is Phase.GENERATE
             work.append(Work(sequence, count, self._logits(sequence, count)))
-        self._in_step = {w.sequence.job for w in work}
         return work
 
-    @property
-    def _room(self) -> int:
-        """How many sequences may join those that run."""
-        return self.limits.max_streams - len(self._running)
+    def _room(self, *, batch: bool) -> int:
+        """How many sequences may join those that run; to others, those of the batch lane take no place."""
+        return self.limits.max_streams - sum(batch or not s.job.batch for s in self._running)
+
+    # ---- who gives way
+
+    def _clear_the_way(self) -> None:
+        """Before a step: the batch lane leaves places and blocks to others; alone, one of it may have all of them."""
+        while len(self._running) > self.limits.max_streams and self._give_way():
+            pass
+        alone = all(job.batch for job in self._jobs.values())
+        while self.pool.available < self._kept and (victims := self._victims()) and not (alone and len(victims) == 1):
+            self._preempt(victims[-1])
+
+    def _shed(self, blocks: int) -> None:
+        """Take blocks from the batch lane until `blocks` are to be had, or it has no more to give."""
+        while self.pool.available < blocks and self._give_way():
+            pass
+
+    def _give_way(self) -> bool:
+        """The youngest of the batch lane loses its place and its blocks; False when there is none that can."""
+        victims = self._victims()
+        if victims:
+            self._preempt(victims[-1])
+        return bool(victims)
+
+    def _victims(self) -> list[Sequence]:
+        """Sequences of the batch lane that can give their blocks up now, oldest first. Not in mid-step; not prompts
+        that a peer reads, or whose log probabilities are half told."""
+        lines = (*self._running, *self._waiting)
+        found = (s for s in lines if s.job.batch and s.slots and s.job not in self._in_step)
+        giving = (s for s in found if s.job.phase is Phase.GENERATE and not (s.forks and s.job.wants_prompt_logprobs))
+        return sorted(giving, key=lambda s: s.job.order)
 
     def _logits(self, sequence: Sequence, count: int) -> Logits:
         job = sequence.job
@@ -299,9 +376,11 @@ class Scheduler:
 
     def _decodable(self, outcome: Outcome) -> list[Sequence]:
         """Running sequences with room for their next token; others give way, youngest first, until there is."""
-        for sequence in sorted(self._running, key=lambda s: s.job.order):
+        for sequence in sorted(self._running, key=lambda s: (s.job.batch, s.job.order)):
             while sequence in self._running and not self._grow(sequence):
-                victim = max(self._running, key=lambda s: s.job.order)
+                if not sequence.job.batch and self._give_way():
+                    continue
+                victim = max(self._running, key=lambda s: (s.job.batch, s.job.order))
                 if victim is sequence and len(self._running) == 1 and not self._others_hold(sequence):
                     self._fail(sequence.job, Reason.NO_CAPACITY, "the KV pool is smaller than this request", outcome)
                 else:
@@ -310,6 +389,9 @@ class Scheduler:
 
     def _others_hold(self, sequence: Sequence) -> bool:
         return self.pinned > len(set(sequence.slots))
+
+    def _others_wait_or_run(self, sequence: Sequence) -> bool:
+        return any(s.slots for s in (*self._running, *self._waiting) if s is not sequence)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
@@ -325,22 +407,32 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._wait(sequence)
         self.pool.drop(reversed(sequence.slots))
         sequence.slots, sequence.computed, sequence.sealed = [], 0, 0
-        self._wait(sequence)
         self.preemptions += 1
+        self.batch_preemptions += sequence.job.batch
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         """Blocks for all its tokens: held since the reservation, or taken again after a preemption."""
+        batch = sequence.job.batch
         if sequence.slots:
+            if not batch:
+                self._shed(self._blocks(len(sequence.tokens)) - len(sequence.slots))
             return self._grow(sequence)
         size = self.limits.block_size
         known = min(len(sequence.keys), (len(sequence.tokens) - 1) // size)
         hits = self._sound(self.pool.match(sequence.keys[:known]))
         self.pool.hold(hits)
+        needed = self._blocks(len(sequence.tokens)) - len(hits)
+        if not batch:
+            self._shed(needed)
         try:
-            fresh = self.pool.take(self._blocks(len(sequence.tokens)) - len(hits))
+            if batch and self._others_wait_or_run(sequence) and needed + self._kept > self.pool.available:
+                raise PoolFull(f"the batch lane leaves {self._kept} blocks to others")
+            fresh = self.pool.take(needed)
         except PoolFull:
             self.pool.drop(reversed(hits))
             return False
@@ -489,7 +581,7 @@ class Scheduler:
             self._forget(job)
             return
         for sequence in sequences:
-            if sequence.slots and self._room > 0:
+            if sequence.slots and self._room(batch=job.batch) > 0:
                 self._running.append(sequence)
             else:
                 self._wait(sequence)
@@ -524,7 +616,7 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, token: Drawn, outcome: Outcome) -> None:
         """A drawn token of one choice: tell it, and go on or end."""
-        if sequence in self._waiting and self._room > 0:
+        if sequence in self._waiting and self._room(batch=sequence.job.batch) > 0:
             self._waiting.remove(sequence)
             self._running.append(sequence)
         sequence.tokens.append(token.token_id)

@@ -68,6 +68,11 @@ class Job:
     released: bool = False
 
     @property
+    def batch(self) -> bool:
+        """Whether it gives way to all others."""
+        return self.request.batch
+
+    @property
     def waits_for_grammar(self) -> bool:
         """Whether nothing can be drawn yet because its grammar is being compiled."""
         return self.grammar is not None and self.grammar.program is None

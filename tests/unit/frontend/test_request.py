@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -92,7 +92,31 @@ class Peers:
         return ()
 
 
-def make(peers: Peers, choices: int) -> tuple[Generation, Inbox[Item]]:
+class Places:
+    """A turn of the batch lane that has a place for whoever asks, until it is told to take it away."""
+
+    placed = True
+
+    def __init__(self) -> None:
+        self.refusals = 0
+        self.left = 0
+        self.give_way: Callable[[], None] = lambda: None
+        self.begun: Callable[[], bool] = lambda: False
+
+    def bind(self, give_way: Callable[[], None], begun: Callable[[], bool], needs: Sequence[str]) -> None:
+        self.give_way, self.begun = give_way, begun
+
+    async def wait(self) -> Collection[str]:
+        return ()
+
+    async def refused(self, reason: Reason) -> None:
+        self.refusals += 1
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+def make(peers: Peers, choices: int, turn: Places | None = None) -> tuple[Generation, Inbox[Item]]:
     inbox: Inbox[Item] = Inbox()
     backend = Backend(
         card=registry_pb2.ModelCard(model="m"),
@@ -106,7 +130,7 @@ def make(peers: Peers, choices: int) -> tuple[Generation, Inbox[Item]]:
         fallback=worker_pb2.FALLBACK_AUTO,
     )
     sampling = worker_pb2.Sampling(max_tokens=LENGTH)
-    work = Work("uid", Prompt((1, 2), (), ""), sampling, choices, time.time() + 60)
+    work = Work("uid", Prompt((1, 2), (), ""), sampling, choices, time.time() + 60, turn=turn)
     return Generation(work, backend, inbox), inbox
 
 
@@ -116,6 +140,7 @@ _action = st.one_of(
     st.tuples(st.just("gap"), st.integers(0, 9), st.integers(0, 2), st.integers(1, 3)),
     st.tuples(st.just("lost"), st.integers(0, 9), st.just(0), st.just(0)),
     st.tuples(st.just("handback"), st.integers(0, 9), st.just(0), st.just(0)),
+    st.tuples(st.just("gives way"), st.just(0), st.just(0), st.just(0)),
     st.tuples(st.just("read"), st.just(0), st.just(0), st.just(0)),
 )
 
@@ -145,15 +170,15 @@ class Reader:
         assert self.received[item.choice] == expected
 
 
-@given(st.integers(1, 3), st.lists(_action, max_size=40), st.integers(0, 2))
+@given(st.integers(1, 3), st.lists(_action, max_size=40), st.integers(0, 2), st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_every_token_comes_once_and_in_order(choices: int, actions: list[Any], refusals: int) -> None:
-    asyncio.run(_run(choices, actions, refusals))
+def test_every_token_comes_once_and_in_order(choices: int, actions: list[Any], refusals: int, lane: bool) -> None:
+    asyncio.run(_run(choices, actions, refusals, Places() if lane else None))
 
 
-async def _run(choices: int, actions: list[Any], refusals: int) -> None:
+async def _run(choices: int, actions: list[Any], refusals: int, turn: Places | None) -> None:
     peers = Peers(refusals)
-    generation, inbox = make(peers, choices)
+    generation, inbox = make(peers, choices, turn)
     reader = Reader(generation, inbox, choices)
     # How far each attempt's worker has come with each choice: its own view, right or wrong.
     sent: dict[tuple[int, int], int] = {}
@@ -179,6 +204,8 @@ async def _run(choices: int, actions: list[Any], refusals: int) -> None:
             event = worker_pb2.Event(uid="uid", attempt=attempt.message.attempt)
             event.handback.reason = "PREFILL_UNAVAILABLE"
             attempt.sink.on_event(event)
+        elif kind == "gives way" and turn is not None:
+            turn.give_way()
         elif kind == "read":
             await reader.read()
     # From here every live attempt does its work.
@@ -208,7 +235,10 @@ async def _run(choices: int, actions: list[Any], refusals: int) -> None:
         emitted = list(attempt.message.emitted_ids)
         assert emitted == [true_token(choice, i) for i in range(len(emitted))]
         assert not emitted or len(attempt.message.choices) == 1
+        assert attempt.message.batch == (turn is not None)
+    assert not generation._backend.placed.outputs()
     generation.close()
+    assert turn is None or (turn.left, turn.refusals) == (1, refusals)
 
 
 async def test_close_ends_everything_and_is_idempotent() -> None:
@@ -222,6 +252,27 @@ async def test_close_ends_everything_and_is_idempotent() -> None:
     assert not inbox._items
     assert not peers.attached
     assert [outcome.reason for outcome in peers.outcomes] == ["ABORTED"]
+
+
+async def test_one_of_the_lane_is_never_failed_for_want_of_room() -> None:
+    peers, turn = Peers(30), Places()
+    generation, _ = make(peers, 1, turn)
+    await generation.start()
+    assert turn.refusals == 30
+    assert not turn.begun()
+    peers.submitted[0].sink.on_event(peers.submitted[0].tokens(0, 0, 1))
+    assert turn.begun()
+    assert not generation._backend.placed.outputs(), "it is nobody's load"
+    generation.close()
+
+
+async def test_what_is_placed_is_known_until_it_ends() -> None:
+    peers = Peers(0)
+    generation, _ = make(peers, 2)
+    await generation.start()
+    assert generation._backend.placed.outputs() == {"w0": 2}
+    generation.close()
+    assert not generation._backend.placed.outputs()
 
 
 async def test_failures_in_a_row_end_a_request() -> None:

@@ -1,7 +1,8 @@
 """The scheduler against what each request must give, in a pool too small for all of them.
 
 Requests share prefixes, fork, resume, are loaded in part or whole, prefilled for peers, swapped off late reads, and
-released at any moment, inside a step too. Whatever happens, a request that ends has given exactly its own tokens.
+released at any moment, inside a step too; some are of the batch lane and give way. Whatever happens, a request that
+ends has given exactly its own tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ TEXTS = {
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize()
-    def start(self) -> None:
+    @initialize(stream_s=st.sampled_from([0.0, 0.0005, 1.0]))
+    def start(self, stream_s: float) -> None:
         self.kv = FakeKv(SLOTS, LIMITS)
+        if stream_s:  # what a stream costs: little, or more than a step
+            for streams in 16 * (1, 2):
+                self.kv.scheduler._cost.learn(0, streams, 0.05 + stream_s * streams)
+            self.kv.scheduler._cost.learn(100, 0, 0.1)
         self.jobs: list[Job] = []
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], object] = {}
@@ -61,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         more=st.integers(1, 12),
         ignore_eos=st.booleans(),
         decode_room=st.booleans(),
+        batch=st.booleans(),
         then=st.sampled_from(["wait", "generate", "generate", "prefill"]),
     )
     def reserve(
@@ -72,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         more: int,
         ignore_eos: bool,
         decode_room: bool,
+        batch: bool,
         then: str,
     ) -> None:
         self.uid += 1
@@ -86,13 +93,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             time.time() + 1e6,
             tuple(range(choices)),
             emitted,
+            batch,
         )
         held = self.kv.scheduler.pinned
         try:
             job = self.kv.reserve(request, decode_room)
         except BatonError as error:
             self.no_capacity(error)
-            assert self.kv.scheduler.pinned == held
+            assert self.kv.scheduler.pinned <= held, "only the batch lane's may have been given back"
             return
         assert job.hit_tokens < len(job.prompt)
         assert job.hit_tokens % BLOCK == 0
@@ -222,6 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         outcome = Outcome()
         work = self.kv.scheduler.plan(outcome)
         assert sum(w.count for w in work if w.sequence in self.kv.scheduler._waiting) <= LIMITS.chunk_tokens
+        assert sum(w.sequence not in self.kv.scheduler._waiting for w in work) <= LIMITS.max_streams
         for slot in self.late:
             self.kv.memory[slot] = [GARBAGE] * BLOCK  # the late bytes
         self.in_step = (work, outcome)
@@ -289,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         findings = [f for f in found if not f.startswith("request") and "held for a reader" not in f]
         assert findings == []
         scheduler = self.kv.scheduler
-        assert scheduler.running <= LIMITS.max_streams
+        assert scheduler.running - scheduler.batch[0] <= LIMITS.max_streams
         ages = [sequence.job.order for sequence in scheduler._waiting]
         assert ages == sorted(ages)
 

@@ -1,0 +1,231 @@
+"""The files that are kept: `<id>.data`, and beside it `<id>.json` with what is known of it, written last.
+
+A file is there when its record is; data without one is what an interrupted upload left, and goes at the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from baton.errors import BatonError, Reason
+from services.frontend.batches.disk import Space, storage_full, sync_names, write_whole
+
+MAX_FILES = 10_000
+UPLOADS_AT_ONCE = 8
+UPLOAD, RESULT = "batch", "batch_output"
+"""Purposes."""
+
+_log = structlog.get_logger()
+
+
+class File(msgspec.Struct, frozen=True):
+    """What is known of a file. `created` is unix seconds; `sha256` of its bytes in hex, `lines` those that end."""
+
+    id: str
+    bytes: int
+    created: int
+    filename: str
+    purpose: str
+    sha256: str
+    lines: int
+
+    def shown(self) -> dict[str, Any]:
+        """As OpenAI's file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created,
+            "expires_at": None,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+            "baton": {"sha256": self.sha256, "lines": self.lines},
+        }
+
+
+def new_id(kind: str) -> str:
+    """A new name that nobody has."""
+    return f"{kind}{secrets.token_hex(12)}"
+
+
+def check_id(id: str, kind: str) -> str:
+    """The name, when it is of our making. Raises BatonError(NOT_FOUND): nothing else is a path."""
+    what = "File" if kind == "file-" else "Batch"
+    rest = id.removeprefix(kind)
+    if rest == id or len(rest) != 24 or not set(rest) <= set("0123456789abcdef"):
+        raise BatonError(Reason.NOT_FOUND, f"No such {what} object: {id[:80]}", param="id")
+    return id
+
+
+class Files:
+    """The files of one directory. Blocking work is done in threads."""
+
+    def __init__(self, directory: Path, space: Space, max_bytes: int) -> None:
+        self._directory = directory
+        self._space = space
+        self._max_bytes = max_bytes
+        self._known: dict[str, File] = {}
+        self._uploads = 0
+        self.in_use: Callable[[str], str | None] = lambda _: None
+        """The batch that needs a file."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._known
+
+    def open(self) -> None:
+        """Find what is there, and remove what an interrupted upload or deletion left. Blocking."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for path in list(self._directory.glob("*.json")):
+            try:
+                file = msgspec.json.decode(path.read_bytes(), type=File)
+                whole = self.path(file.id).stat().st_size == file.bytes
+            except (OSError, msgspec.MsgspecError) as error:
+                _log.error("a file's record cannot be read", path=path.name, error=str(error))
+                continue
+            if not whole:
+                _log.error("a file is not what its record says", id=file.id)
+                continue
+            self._known[file.id] = file
+            self._space.used += file.bytes
+        for path in (*self._directory.glob("*.data"), *self._directory.glob("*.new")):
+            if path.suffix == ".new" or path.stem not in self._known:
+                path.unlink(missing_ok=True)
+
+    def path(self, id: str) -> Path:
+        """Where its bytes are."""
+        return self._directory / f"{id}.data"
+
+    def get(self, id: str, param: str = "id") -> File:
+        """The file of that name. Raises BatonError(NOT_FOUND)."""
+        file = self._known.get(id)
+        if file is None:
+            raise BatonError(Reason.NOT_FOUND, f"No such File object: {id[:80]}", param=param)
+        return file
+
+    def all(self) -> list[File]:
+        """Every file, newest first."""
+        return sorted(self._known.values(), key=lambda file: (file.created, file.id), reverse=True)
+
+    def upload(self) -> Upload:
+        """A new file, to be written; `close` on every path. Raises BatonError NO_CAPACITY, STORAGE_FULL."""
+        if self._uploads >= UPLOADS_AT_ONCE:
+            raise BatonError(Reason.NO_CAPACITY, "This server is taking other files in; try again soon.")
+        if len(self._known) >= MAX_FILES:
+            raise BatonError(Reason.STORAGE_FULL, f"There are {MAX_FILES} files already: delete some that you have.")
+        try:
+            upload = Upload(self, new_id("file-"), self._max_bytes)
+        except OSError as error:
+            raise storage_full(error) from error
+        self._uploads += 1
+        return upload
+
+    async def delete(self, id: str) -> None:
+        """Remove a file. Raises BatonError: NOT_FOUND, FILE_IN_USE."""
+        file = self.get(id)
+        if batch := self.in_use(id):
+            raise BatonError(Reason.FILE_IN_USE, f"{id} is needed by {batch}: cancel that first.", param="id")
+        del self._known[id]
+        try:
+            await asyncio.to_thread(self._remove, id)
+        except OSError as error:
+            self._known[id] = file
+            raise storage_full(error) from error
+        self._space.give_back(file.bytes)
+
+    def _remove(self, id: str) -> None:
+        self._record(id).unlink(missing_ok=True)
+        sync_names(self._directory)
+        self.path(id).unlink(missing_ok=True)
+
+    def adopt(self, source: Path, id: str, filename: str) -> File:
+        """Make what a batch wrote a file (its bytes are counted already). Blocking, may be repeated; raises OSError."""
+        if id in self._known:
+            return self._known[id]
+        with contextlib.suppress(FileExistsError):
+            os.link(source, self.path(id))
+        digest, lines, size = hashlib.sha256(), 0, 0
+        with source.open("rb") as data:
+            while piece := data.read(1 << 20):
+                digest.update(piece)
+                lines += piece.count(b"\n")
+                size += len(piece)
+        return self._keep(File(id, size, int(time.time()), filename, RESULT, digest.hexdigest(), lines))
+
+    def _keep(self, file: File) -> File:
+        write_whole(self._record(file.id), msgspec.json.encode(file))
+        self._known[file.id] = file
+        return file
+
+    def _record(self, id: str) -> Path:
+        return self._directory / f"{id}.json"
+
+
+class Upload:
+    """A file that is being written."""
+
+    def __init__(self, files: Files, id: str, max_bytes: int) -> None:
+        self.id = id
+        self._files = files
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._lines = 0
+        self._digest = hashlib.sha256()
+        self._file = files.path(id).open("wb")
+
+    async def write(self, data: bytes) -> None:
+        """Append. Raises BatonError: REQUEST_TOO_LARGE, STORAGE_FULL."""
+        if self._size + len(data) > self._max_bytes:
+            message = f"A file may have {self._max_bytes} bytes."
+            raise BatonError(Reason.REQUEST_TOO_LARGE, message, param="file")
+        self._files._space.take(len(data))
+        self._size += len(data)
+        try:
+            await asyncio.to_thread(self._write, data)
+        except OSError as error:
+            raise storage_full(error) from error
+
+    def _write(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._lines += data.count(b"\n")
+        self._file.write(data)
+
+    async def keep(self, filename: str, purpose: str) -> File:
+        """It is complete. Raises BatonError."""
+        made = File(self.id, self._size, int(time.time()), filename, purpose, self._digest.hexdigest(), self._lines)
+        keeping = asyncio.ensure_future(asyncio.to_thread(self._keep, made))
+        try:
+            return await asyncio.shield(keeping)
+        except OSError as error:
+            raise storage_full(error) from error
+        finally:
+            await asyncio.wait([keeping])  # also when the client has gone: it is kept, or it is not
+
+    def _keep(self, made: File) -> File:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._files._keep(made)
+
+    def close(self) -> None:
+        """Drop it unless it was kept."""
+        self._files._uploads -= 1
+        with contextlib.suppress(OSError):  # what is still to be flushed may not fit
+            self._file.close()
+        if self.id not in self._files._known:
+            self._files.path(self.id).unlink(missing_ok=True)
+            self._files._space.give_back(self._size)

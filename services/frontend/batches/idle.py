@@ -1,0 +1,64 @@
+"""How many requests of the batch lane each worker may have: what nobody else would feel. Pure.
+
+Workers that compute on the same thing (a core; a host, unless they say what they compute on) are one group.
+
+- A worker's idle places are its streams less what others run and wait for there.
+- While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there. What
+  generates may stay on a worker whose engine yields, where no other of the group is at work; prompts stop everywhere.
+- A worker that shares with nobody and whose engine yields takes what it has places for: the engine sees to each step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+QUIET_S = 0.3
+"""A group is idle when nothing else was there for so long: chats come in turns."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A worker as it is now. `streams`: as many as it runs at once; 0 for one that streams nothing (prefill)."""
+
+    id: str
+    shares: str
+    """What it computes on."""
+    streams: int
+    interactive: int
+    """Outputs there, running or waiting, that are not of the batch lane."""
+    quiet_s: float
+    """Since there was one."""
+    others: int = 0
+    """Outputs of other frontends' batch lanes."""
+    yields: bool = False
+    lacks: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Room:
+    """`start`: new ones may start while there are fewer; `keep`: more than so many give their places up; `prompts`:
+    those may stay, too, whose prompt is being computed, wherever that is."""
+
+    start: int
+    keep: int
+    prompts: bool = True
+
+
+def rooms(seen: Sequence[Seen], arriving: bool) -> dict[str, Room]:
+    """The room of each worker. `arriving`: a request is on its way to some worker, nobody knows which."""
+    groups: defaultdict[str, list[Seen]] = defaultdict(list)
+    for worker in seen:
+        groups[worker.shares].append(worker)
+    return {w.id: _room(w, [other for other in groups[w.shares] if other is not w], arriving) for w in seen}
+
+
+def _room(worker: Seen, beside: Sequence[Seen], arriving: bool) -> Room:
+    idle = max(0, worker.streams - worker.interactive - worker.others)
+    if worker.yields and not beside:
+        return Room(idle, idle)
+    elsewhere = any(other.interactive for other in beside)
+    keep = 0 if elsewhere or (worker.interactive and not worker.yields) else idle
+    busy = any(w.interactive or w.quiet_s < QUIET_S for w in (worker, *beside))
+    return Room(0 if busy or arriving else keep, keep, prompts=not (worker.interactive or elsewhere))

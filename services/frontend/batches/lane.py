@@ -1,0 +1,198 @@
+"""The batch lane of this frontend: who of its requests has a place, on which worker, and who has to give it up.
+
+`idle.py` says how many places there are; this keeps the line of those that wait and the list of those that run. It
+looks each `TICK_S` while there is anything of the lane, so others are noticed within that: own requests are known when
+they are submitted, those of other frontends with the next heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from baton.errors import Reason
+from services.frontend.batches.idle import Room, Seen, rooms
+from services.frontend.batches.metrics import BatchMetrics
+
+TICK_S = 0.02
+BACKOFF_S = (0.1, 2.0)
+ANYWHERE = ""
+"""The place of a request that no worker could run: the router says so."""
+MOST_LINES = 1024
+
+
+class Lane:
+    """Places for requests. `look` tells of every worker, given the lane's own outputs by worker; `arriving` whether a
+    request of others is on its way to one."""
+
+    def __init__(
+        self,
+        look: Callable[[dict[str, int]], Sequence[Seen]],
+        arriving: Callable[[], bool],
+        metrics: BatchMetrics,
+    ) -> None:
+        self._look = look
+        self._arriving = arriving
+        self._metrics = metrics
+        self._waiting: list[Place] = []
+        self._placed: list[Place] = []
+        """In the order in which they got their places."""
+        self._workers: set[str] = set()
+        self._some = asyncio.Event()
+        self._places = 0
+
+    @property
+    def lines(self) -> int:
+        """How many requests it is worth to have ready: as many as may run, and some that wait."""
+        return min(MOST_LINES, 4 + 2 * self._places)
+
+    def turn(self, outputs: int) -> Place:
+        """The turn of a request with so many outputs."""
+        return Place(self, outputs)
+
+    async def run(self) -> None:
+        """Give places and take them away, for ever."""
+        while True:
+            await self._some.wait()
+            self.tick()
+            if not self._waiting and not self._placed:
+                self._some.clear()
+            await asyncio.sleep(TICK_S)
+
+    def tick(self) -> None:
+        """Look, and act on it."""
+        seen = self._look(self.used())
+        room = rooms(seen, self._arriving())
+        self._workers = {worker.id for worker in seen if worker.streams}
+        self._places = sum(one.start for one in room.values())
+        self._take_away(room)
+        self._give(seen, room)
+        self._metrics.running.set(sum(place.outputs for place in self._placed))
+        self._metrics.waiting.set(len(self._waiting))
+
+    def used(self) -> dict[str, int]:
+        """Outputs that run, by worker."""
+        used: dict[str, int] = {}
+        for place in self._placed:
+            used[place.worker] = used.get(place.worker, 0) + place.outputs
+        return used
+
+    def others(self, worker: str) -> Collection[str]:
+        """The workers that are not this one."""
+        return () if worker == ANYWHERE else self._workers - {worker}
+
+    def _take_away(self, room: dict[str, Room]) -> None:
+        used = self.used()
+        for place in reversed(self._placed[:]):
+            left = room.get(place.worker)
+            if left is None:
+                # Its worker leaves, or is lost: what becomes of the attempt there is known already or will be told.
+                if place.worker != ANYWHERE:
+                    self.give_back(place)
+                continue
+            # One may be larger than all the places that there are.
+            fits = used[place.worker] <= left.keep or (left.keep and used[place.worker] == place.outputs)
+            if fits and (left.prompts or place.begun()):
+                continue
+            used[place.worker] -= place.outputs
+            self._metrics.gave_way.inc()
+            self.give_back(place)
+            place.give_way()
+
+    def _give(self, seen: Sequence[Seen], room: dict[str, Room]) -> None:
+        used = self.used()
+        streaming = [worker for worker in seen if worker.streams]
+        now = time.monotonic()
+        for place in self._waiting[:]:
+            if place.not_before > now:
+                continue
+            able = [worker.id for worker in streaming if not worker.lacks.intersection(place.needs)]
+            if streaming and not able:
+                self._put(place, ANYWHERE)
+                continue
+            free = {id: room[id].start - used.get(id, 0) for id in able if room[id].start > used.get(id, 0)}
+            # One with more outputs than any worker has places for has one to itself.
+            fits = [id for id in free if place.outputs <= free[id] or not used.get(id)]
+            if fits:
+                self._put(place, max(fits, key=lambda id: free[id]))
+                used[place.worker] = used.get(place.worker, 0) + place.outputs
+            elif free:
+                break  # there will be more room soon, unless those behind it take what there is
+
+    def _put(self, place: Place, worker: str) -> None:
+        self._waiting.remove(place)
+        self._placed.append(place)
+        place.put(worker)
+
+    def ask(self, place: Place) -> None:
+        """Into the line."""
+        self._waiting.append(place)
+        self._some.set()
+
+    def give_back(self, place: Place) -> None:
+        """Out of the line, or off its worker. Idempotent."""
+        for line in (self._waiting, self._placed):
+            if place in line:
+                line.remove(place)
+        place.taken()
+
+
+class Place:
+    """One request's turn (`services.frontend.turn.Turn`)."""
+
+    def __init__(self, lane: Lane, outputs: int) -> None:
+        self.outputs = outputs
+        self.needs: Sequence[str] = ()
+        self.worker = ANYWHERE
+        self.not_before = 0.0
+        """`time.monotonic()`."""
+        self.give_way: Callable[[], None] = lambda: None
+        self.begun: Callable[[], bool] = lambda: False
+        self._lane = lane
+        self._has = asyncio.Event()
+        self._asks = False
+        self._backoff = BACKOFF_S[0]
+
+    @property
+    def placed(self) -> bool:
+        """Whether it has its place."""
+        return self._has.is_set()
+
+    def bind(self, give_way: Callable[[], None], begun: Callable[[], bool], needs: Sequence[str]) -> None:
+        """See `Turn.bind`."""
+        self.give_way, self.begun, self.needs = give_way, begun, needs
+
+    async def wait(self) -> Collection[str]:
+        """See `Turn.wait`."""
+        if not self.placed and not self._asks:
+            self._asks = True
+            self._lane.ask(self)
+        try:
+            await self._has.wait()
+        except asyncio.CancelledError:
+            self._lane.give_back(self)
+            raise
+        return self._lane.others(self.worker)
+
+    async def refused(self, reason: Reason) -> None:
+        """See `Turn.refused`."""
+        self._lane._metrics.retries.labels(reason.name).inc()
+        self._lane.give_back(self)
+        self.not_before = time.monotonic() + self._backoff * random.uniform(0.5, 1.0)
+        self._backoff = min(BACKOFF_S[1], self._backoff * 2)
+
+    def put(self, worker: str) -> None:
+        """From the lane: here it may run."""
+        self.worker, self._asks = worker, False
+        self._has.set()
+
+    def taken(self) -> None:
+        """From the lane: it has no place any more."""
+        self._asks = False
+        self._has.clear()
+
+    def leave(self) -> None:
+        """See `Turn.leave`."""
+        self._lane.give_back(self)

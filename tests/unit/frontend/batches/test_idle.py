@@ -1,0 +1,66 @@
+"""How many places there are, at the edges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.frontend.batches.idle import QUIET_S, Room, Seen, rooms
+
+ALONE = Seen("w", "host/gpu:0", streams=8, interactive=0, quiet_s=1e9, yields=True)
+DECODE = Seen("d", "host/", streams=8, interactive=0, quiet_s=1e9, yields=True)
+MERGED = replace(DECODE, id="m")
+PREFILL = replace(DECODE, id="p", streams=0)
+NONE, STOP = Room(0, 0), Room(0, 0, prompts=False)
+
+
+def of(*seen: Seen, arriving: bool = False) -> dict[str, Room]:
+    return rooms(seen, arriving)
+
+
+def busy(worker: Seen, interactive: int = 1) -> Seen:
+    return replace(worker, interactive=interactive, quiet_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("interactive", "others", "left"), [(0, 0, 8), (1, 0, 7), (7, 0, 1), (8, 0, 0), (9, 0, 0), (3, 4, 1), (4, 4, 0)]
+)
+def test_what_others_leave_of_a_worker_of_its_own(interactive: int, others: int, left: int) -> None:
+    worker = replace(ALONE, interactive=interactive, others=others, quiet_s=0.0)
+    assert of(worker, arriving=True) == {"w": Room(left, left)}
+
+
+def test_an_idle_group_takes_what_it_has_places_for() -> None:
+    assert of(DECODE, MERGED, PREFILL) == {"d": Room(8, 8), "m": Room(8, 8), "p": NONE}
+
+
+def test_work_of_others_stops_everything_beside_it_and_lets_stand_what_is_with_it() -> None:
+    assert of(busy(DECODE), MERGED, PREFILL) == {"d": Room(0, 7, prompts=False), "m": STOP, "p": STOP}
+    assert of(busy(DECODE), busy(MERGED), PREFILL) == {"d": STOP, "m": STOP, "p": STOP}
+    assert of(DECODE, MERGED, busy(PREFILL)) == {"d": STOP, "m": STOP, "p": STOP}
+
+
+@pytest.mark.parametrize(("quiet_s", "start"), [(0.0, 0), (QUIET_S * 0.999, 0), (QUIET_S, 8)])
+def test_a_pause_is_not_the_end(quiet_s: float, start: int) -> None:
+    assert of(replace(DECODE, quiet_s=quiet_s), MERGED) == {"d": Room(start, 8), "m": Room(start, 8)}
+
+
+def test_nothing_starts_while_a_request_is_on_its_way() -> None:
+    assert of(DECODE, MERGED, arriving=True) == {"d": Room(0, 8), "m": Room(0, 8)}
+
+
+def test_an_engine_that_does_not_yield_runs_nothing_beside_others() -> None:
+    deaf = replace(ALONE, yields=False)
+    assert of(deaf) == {"w": Room(8, 8)}
+    assert of(busy(deaf)) == {"w": STOP}
+    assert of(replace(deaf, quiet_s=0.0)) == {"w": Room(0, 8)}
+
+
+def test_groups_know_nothing_of_each_other() -> None:
+    there = replace(MERGED, id="far", shares="another/")
+    assert of(busy(DECODE), MERGED, there, replace(there, id="far-2"))["far"] == Room(8, 8)
+
+
+def test_nobody_is_there() -> None:
+    assert of() == {}
