@@ -18,21 +18,25 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
+from services.frontend.anthropic import owns
+from services.frontend.anthropic.routes import add_messages
 from services.frontend.api_keys import RequireKey
 from services.frontend.asked import check_model
 from services.frontend.drain import CountRequests
-from services.frontend.errors import error_response, internal
+from services.frontend.errors import internal
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
 from services.frontend.media_type import check_media_type
 from services.frontend.openapi import describe
+from services.frontend.refusals import REQUEST_ID, refusal
 from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
+from services.frontend.responses.routes import add_responses
 from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
 _MAX_REQUEST_ID = 128
-EXPOSED_HEADERS = ("x-request-id", "x-baton-route", "retry-after")
+EXPOSED_HEADERS = ("x-request-id", "request-id", "x-baton-route", "retry-after")
 """What a page of another origin may read of an answer."""
 
 
@@ -45,7 +49,7 @@ def create_app(frontend: Frontend) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=frontend.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
@@ -89,6 +93,8 @@ def create_app(frontend: Frontend) -> FastAPI:
 
     app.add_route("/v1/chat/completions", chat, ["POST"])
     app.add_route("/v1/completions", completions, ["POST"])
+    add_responses(app, frontend, _receive)
+    add_messages(app, frontend, _receive)
     app.add_route("/v1/baton/explain", explain, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{model:path}", model, ["GET"])
@@ -183,20 +189,20 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(_encode(value), status_code=status, media_type="application/json")
 
 
-async def _on_baton_error(_: Request, error: Exception) -> Response:
+async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
-    return error_response(error)
+    return refusal(request.scope, error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        return error_response(BatonError(Reason.NOT_FOUND, f"Unknown URL: {request.method} {path}"))
+        return refusal(request.scope, BatonError(Reason.NOT_FOUND, f"Unknown URL: {request.method} {path}"))
     if error.status_code == 405:
         refused = BatonError(Reason.METHOD_NOT_ALLOWED, f"{request.method} is not allowed for {path}")
-        return error_response(refused, dict(error.headers or {}))
-    return error_response(BatonError(Reason.INVALID_REQUEST, str(error.detail)))
+        return refusal(request.scope, refused, dict(error.headers or {}))
+    return refusal(request.scope, BatonError(Reason.INVALID_REQUEST, str(error.detail)))
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
@@ -206,11 +212,12 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     _log.error("unexpected failure", path=request.url.path, exc_info=error)
-    return error_response(internal())
+    return refusal(request.scope, internal())
 
 
 class RequestIds:
-    """`x-request-id` on every answer: the caller's own, when it is a plain short text, else a new one."""
+    """`x-request-id` on every answer: the caller's own, when it is a plain short text, else a new one. Anthropic's API
+    calls it `request-id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -224,9 +231,12 @@ class RequestIds:
         fits = 0 < len(given) <= _MAX_REQUEST_ID and all(0x21 <= byte < 0x7F for byte in given)
         request_id = given if fits else f"req_{time.time_ns():x}{secrets.token_hex(4)}".encode()
 
+        scope[REQUEST_ID] = request_id.decode()
+        names = (b"x-request-id", b"request-id") if owns(scope["path"]) else (b"x-request-id",)
+
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *((name, request_id) for name in names)]
             await send(message)
 
         await self._app(scope, receive, tagged)

@@ -1,0 +1,21 @@
+"""A refusal in the shape of the API that was asked."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from baton.errors import BatonError
+from services.frontend import anthropic
+from services.frontend.anthropic import errors as anthropic_errors
+from services.frontend.errors import error_response
+
+REQUEST_ID = "baton.request_id"
+"""The member of an ASGI scope that has the request's id."""
+
+
+def refusal(scope: Scope, error: BatonError, headers: dict[str, str] | None = None) -> Response:
+    """What a request is answered that fails before its first byte."""
+    if anthropic.owns(scope["path"]):
+        return anthropic_errors.error_response(error, scope.get(REQUEST_ID, ""), headers)
+    return error_response(error, headers)
