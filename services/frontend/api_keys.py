@@ -41,8 +41,8 @@ class ApiKeys:
             raise BatonError(Reason.INVALID_REQUEST, f"--api-keys-file {path}: {error}") from error
 
     def check(self, authorization: str | None, x_api_key: str | None = None) -> None:
-        """Raises BatonError(UNAUTHORIZED) unless the header `Authorization: Bearer KEY`, or without it `x-api-key: KEY` as
-        Anthropic's clients send it, has a key that is known."""
+        """Raises BatonError(UNAUTHORIZED) unless the header `Authorization: Bearer KEY`, or without it `x-api-key: KEY`
+        as Anthropic's clients send it, has a key that is known."""
         self._follow()
         given = (authorization or "").strip() or f"Bearer {x_api_key or ''}"
         scheme, _, key = given.partition(" ")

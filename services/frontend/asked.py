@@ -122,7 +122,9 @@ class Reading:
                 param=given,
             )
         except BatonError as error:
-            blamed = "messages" if error.param == "continue_final_message" and not body.asked_to_continue else error.param
+            blamed = (
+                "messages" if error.param == "continue_final_message" and not body.asked_to_continue else error.param
+            )
             raise BatonError(error.reason, error.message, param=given if blamed == "messages" else blamed) from error
         voice = self.voices.voice(body.tools, prompt.text)
         grammar = self.voices.grammar(body.tools, body.options.structure, voice)
@@ -184,7 +186,14 @@ def pack(answer: Asked | BatonError) -> bytes:
     prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
     return _encode(
         _Asked(
-            answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice, answer.told, answer.previous
+            answer.options,
+            prompts,
+            answer.chat,
+            answer.echo,
+            answer.grammar,
+            answer.voice,
+            answer.told,
+            answer.previous,
         )
     )
 

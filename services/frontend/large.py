@@ -49,9 +49,7 @@ def _serve(connection: socket.socket, reading: Reading) -> None:
         connection.sendall(ANSWER.pack(len(answer)) + answer)
 
 
-def _read(
-    reading: Reading, body: bytes, chat: bool | None, limit: int, api: Api, earlier: bytes | None
-) -> bytes:
+def _read(reading: Reading, body: bytes, chat: bool | None, limit: int, api: Api, earlier: bytes | None) -> bytes:
     try:
         return pack(reading.read(body, chat=chat, limit=limit, api=api, earlier=earlier))
     except BatonError as error:

@@ -83,7 +83,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def _function(function: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise invalid(f"'{where}' must be an object.", where)
-    return {"name": _string(function, "name", where), "arguments": call_arguments(_string(function, "arguments", where))}
+    return {
+        "name": _string(function, "name", where),
+        "arguments": call_arguments(_string(function, "arguments", where)),
+    }
 
 
 def call_arguments(text: str) -> Any:

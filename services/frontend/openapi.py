@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.frontend.reference import CHAT, COMPLETIONS, Json, fields
+from services.frontend.listing import CHAT, COMPLETIONS, Json
+from services.frontend.openapi_talks import talk_paths
+from services.frontend.reference import fields
 
 _REFUSALS = {
     "400": "the request is wrong: `param` names the field",
@@ -99,17 +101,17 @@ def _json(schema: Json) -> Json:
     return {"application/json": {"schema": schema}}
 
 
-def _refusals(*statuses: str) -> Json:
-    return {status: {"description": _REFUSALS[status], "content": _json(_ERROR)} for status in statuses}
+def _refusals(*statuses: str, error: Json = _ERROR) -> Json:
+    return {status: {"description": _REFUSALS[status], "content": _json(error)} for status in statuses}
 
 
-def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool) -> Json:
+def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool, error: Json = _ERROR) -> Json:
     content = _json(answer) | ({"text/event-stream": {"schema": _EVENT}} if streams else {})
     body = _body(path, model)
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _json(body)},
-        "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*_REFUSALS)},
+        "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*_REFUSALS, error=error)},
     }
 
 
@@ -132,6 +134,7 @@ def describe(model: str, *, keys: bool) -> Json:
                 COMPLETIONS, model, "completions", _answer("text_completion", {"text": _STRING}), streams=True
             )
         },
+        **talk_paths(model, _post, _get),
         "/v1/baton/explain": {
             "post": _post(CHAT, model, "where a chat or a completion would run", {"type": "object"}, streams=False)
         },

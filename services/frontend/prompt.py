@@ -51,8 +51,8 @@ class Prompts:
         add_special: bool = False,
         param: str = "messages",
     ) -> Prompt:
-        """The prompt of a conversation. `continue_final` ends it where the last message stops. `param`: the field that the
-        messages came from.
+        """The prompt of a conversation. `continue_final` ends it where the last message stops. `param`: the field that
+        the messages came from.
 
         Raises BatonError (template's refusal, too long).
         """

@@ -5,45 +5,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from services.frontend.listing import BOTH, CHAT, COMPLETIONS, HUGE, Endpoint, Field, Json, Status
+from services.frontend.reference_talks import TALK_ENDPOINTS, TALK_FIELDS, talk_tables
 from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 from services.frontend.tools import MAX_TOOLS
-
-Status = Literal["works", "ignored", "refused"]
-Json = dict[str, Any]
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-BOTH = (CHAT, COMPLETIONS)
-HUGE = (1 << 63) - 1
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One route. `key`: asks for an API key when there are any."""
-
-    method: str
-    path: str
-    note: str
-    key: bool = True
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a request's body. `schema`: what values are taken (JSON Schema), of a field that works."""
-
-    name: str
-    status: Status
-    note: str
-    schema: Json | None = None
-    where: tuple[str, ...] = BOTH
-    required: bool = False
-
 
 ENDPOINTS = (
     Endpoint("POST", CHAT, "chat, whole or streamed"),
     Endpoint("POST", COMPLETIONS, "text and token-id prompts, whole or streamed"),
+    *TALK_ENDPOINTS,
     Endpoint("GET", "/v1/models", "the served model"),
     Endpoint("GET", "/v1/models/{model}", "the same, by name; 404 for any other"),
     Endpoint("POST", "/v1/baton/explain", "a chat or completions body: where it would run and why; nothing is started"),
@@ -247,7 +219,7 @@ FIELDS = (
 
 def fields(path: str) -> list[Field]:
     """Fields of an endpoint's body."""
-    return [field for field in FIELDS if path in field.where]
+    return [field for field in (*FIELDS, *TALK_FIELDS) if path in field.where]
 
 
 def tables() -> str:
@@ -260,7 +232,7 @@ def tables() -> str:
         status = {path: field.status for field in ours for path in field.where}
         notes = "; ".join(dict.fromkeys(field.note for field in ours if field.note))
         lines.append(f"| `{name}` | {status.get(CHAT, '-')} | {status.get(COMPLETIONS, '-')} | {notes} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *talk_tables()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}, "request_id"}`, and the field beside."""
+"""Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}, "request_id"}`; our `param` beside."""
 
 from __future__ import annotations
 

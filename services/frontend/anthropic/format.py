@@ -22,12 +22,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class MessageFormat:
-    """Of one request with one output. `omit`: a thought is told without its text. A signature says nothing of who signed:
-    thoughts that come back are not read again."""
+    """Of one request with one output. `omit`: a thought is told without its text. A signature says nothing of who
+    signed: thoughts that come back are not read again."""
 
-    def __init__(
-        self, uid: str, model: str, *, voice: Voice, prompt_tokens: int, omit: bool, request_id: str
-    ) -> None:
+    def __init__(self, uid: str, model: str, *, voice: Voice, prompt_tokens: int, omit: bool, request_id: str) -> None:
         self._uid = uid
         self._model = model
         self._speech = Speech(voice)

@@ -1,7 +1,7 @@
 """The messages of Anthropic's API, block by block, made into messages of a chat.
 
-Blocks of text are joined by line breaks, and so are messages of the user's that follow each other. Results of tools become
-messages of their own. Thoughts of earlier turns are left out, as in chats.
+Blocks of text are joined by line breaks, and so are messages of the user's that follow each other. Results of tools
+become messages of their own. Thoughts of earlier turns are left out, as in chats.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ class Runs:
             self._frontend.metrics.refused.labels("background").inc()
             raise BatonError(Reason.NO_CAPACITY, f"{self._running} responses run in the background; try again soon.")
 
-    def start(
-        self, run: Run, call: Call, format: ResponseFormat, keep: Keep, held: contextlib.ExitStack
-    ) -> None:
+    def start(self, run: Run, call: Call, format: ResponseFormat, keep: Keep, held: contextlib.ExitStack) -> None:
         """Start one. When it has ended, `keep` is called with how, and `held` is closed."""
         self._running += 1
         run.log.add(b"".join(format.begin("queued")))
@@ -46,9 +44,7 @@ class Runs:
             self._run(run, call, format, keep, held), f"response {format.id}"
         )
 
-    async def _run(
-        self, run: Run, call: Call, format: ResponseFormat, keep: Keep, held: contextlib.ExitStack
-    ) -> None:
+    async def _run(self, run: Run, call: Call, format: ResponseFormat, keep: Keep, held: contextlib.ExitStack) -> None:
         metrics, begun = self._frontend.metrics, time.monotonic()
         failure: BatonError | None = None
         outcome = "cancelled"

@@ -165,7 +165,10 @@ class ResponseFormat:
     def _usage(self, usage: Usage) -> dict[str, Any]:
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details["cached_tokens"], "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": min(self._speech.thought_tokens, usage.completion_tokens)},
             "total_tokens": usage.total_tokens,

@@ -1,4 +1,4 @@
-"""The items of a response's input: checked one by one, kept as they are told again, and made into messages of a chat."""
+"""The items of a response's input: checked one by one, kept as they are told again, made into messages of a chat."""
 
 from __future__ import annotations
 

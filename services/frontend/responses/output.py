@@ -94,9 +94,7 @@ class Output:
         item, text = self.items[-1], "".join(self._said)
         if kind == "function_call":
             item["arguments"] = text
-            self._tell(
-                "response.function_call_arguments.done", **self._item_at, name=item["name"], arguments=text
-            )
+            self._tell("response.function_call_arguments.done", **self._item_at, name=item["name"], arguments=text)
         else:
             part = self._part(text)
             item["content"] = [part]

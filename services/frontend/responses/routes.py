@@ -22,7 +22,7 @@ from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
 from services.frontend.respond import CompletionResponse, Job, Prepared
 from services.frontend.responses.background import Runs
-from services.frontend.responses.body import Told, read_told
+from services.frontend.responses.body import read_told
 from services.frontend.responses.follow import FollowResponse
 from services.frontend.responses.format import PREFIX, Final, ResponseFormat
 from services.frontend.responses.items import identified
@@ -174,9 +174,7 @@ class Responses:
         call = frontend.call(uid, asks, options, begun)
         if run is None:
             return Prepared(call, format, options.stream, include_usage=True)
-        self.store.put(
-            Kept(format.id, "in_progress", _encode(format.object("in_progress")), items, b"", earlier, run)
-        )
+        self.store.put(Kept(format.id, "in_progress", _encode(format.object("in_progress")), items, b"", earlier, run))
         self.runs.start(run, call, format, keep, held.pop_all())
         if options.stream:
             return FollowResponse(run.log, -1, frontend.metrics, frontend.client_stall_s)

@@ -1,7 +1,7 @@
 """Responses that are kept to be fetched and gone on with: in this process, bounded, and gone with it.
 
-No more than `count` of them and `size` bytes, none longer than `keep_s` after it was last changed; the oldest goes first.
-Those that still run stay. Conversations share what they have in common: a turn holds its own items and refers to those
+No more than `count` of them and `size` bytes, none longer than `keep_s` after it was last changed; the oldest goes
+first. Those that still run stay. Conversations share what they have in common: a turn holds its own items and refers to those
 before it, which therefore outlive the response that they came with. Bytes that are shared count once.
 """
 
@@ -28,8 +28,8 @@ OVERHEAD = 64
 
 @dataclass(frozen=True)
 class Kept:
-    """One response. The parts are JSON: `response` is the object that is told, `items` and `output` are members of lists,
-    without brackets. `earlier`: the same of the turns before. `run`: of a response in the background."""
+    """One response. The parts are JSON: `response` is the object that is told, `items` and `output` are members of
+    lists, without brackets. `earlier`: the same of the turns before. `run`: of a response in the background."""
 
     id: str
     status: str

@@ -51,5 +51,7 @@ def _allowed(choice: Mapping[str, Any], functions: tuple[Function, ...], paralle
     known = {function.name for function in functions}
     for name in names:
         if name not in known:
-            raise invalid(f"'tool_choice.tools' names '{str(name)[:64]}', which is not in 'tools'.", "tool_choice.tools")
+            raise invalid(
+                f"'tool_choice.tools' names '{str(name)[:64]}', which is not in 'tools'.", "tool_choice.tools"
+            )
     return chosen(mode, tuple(function for function in functions if function.name in names), parallel)

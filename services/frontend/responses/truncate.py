@@ -1,7 +1,7 @@
 """`truncation: auto`: a conversation that is too long loses its oldest turns, as few as make the rest fit.
 
-A turn begins with a message of the user's and goes on to the next one, so that no call is parted from its result. System
-messages and the last turn stay: when even they do not fit, the request is refused as any other.
+A turn begins with a message of the user's and goes on to the next one, so that no call is parted from its result.
+System messages and the last turn stay: when even they do not fit, the request is refused as any other.
 """
 
 from __future__ import annotations
