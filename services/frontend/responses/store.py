@@ -1,8 +1,8 @@
 """Responses that are kept to be fetched and gone on with: in this process, bounded, and gone with it.
 
 No more than `count` of them and `size` bytes, none longer than `keep_s` after it was last changed; the oldest goes
-first. Those that still run stay. Conversations share what they have in common: a turn holds its own items and refers to those
-before it, which therefore outlive the response that they came with. Bytes that are shared count once.
+first. Those that still run stay. Conversations share what they have in common: a turn holds its own items and refers to
+those before it, which therefore outlive the response that they came with. Bytes that are shared count once.
 """
 
 from __future__ import annotations
