@@ -59,7 +59,7 @@ async def test_whole(stack: Stack, model: Model) -> None:
     raw = await anthropic_client(stack).messages.with_raw_response.create(
         **body(stack, system=system, temperature=0.5, top_p=0.9, top_k=4, metadata={"user_id": "u"})
     )
-    message = raw.parse()
+    message = await raw.parse()
     assert [(block.type, block.text) for block in message.content] == [("text", TEXT)]
     assert (message.type, message.role, message.model) == ("message", "assistant", model.name)
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
@@ -307,7 +307,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": MESSAGE_TOOLS, "tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
      "tool_choice.disable_parallel_tool_use"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}},
+     "output_config.format.schema"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
 ]  # fmt: skip
