@@ -44,6 +44,7 @@ class Reason(Enum):
     UNAUTHORIZED = _spec(_S.UNAUTHENTICATED, 401, "invalid_request_error", "invalid_api_key")
     MODEL_NOT_FOUND = _spec(_S.NOT_FOUND, 404, "invalid_request_error", "model_not_found")
     NOT_FOUND = _spec(_S.NOT_FOUND, 404, "invalid_request_error", "not_found")
+    PREVIOUS_RESPONSE_NOT_FOUND = _spec(_S.NOT_FOUND, 400, "invalid_request_error", "previous_response_not_found")
     METHOD_NOT_ALLOWED = _spec(_S.UNIMPLEMENTED, 405, "invalid_request_error", "method_not_allowed")
     REQUEST_TOO_LARGE = _spec(_S.INVALID_ARGUMENT, 413, "invalid_request_error", "request_too_large")
     UNSUPPORTED_MEDIA_TYPE = _spec(_S.INVALID_ARGUMENT, 415, "invalid_request_error", "unsupported_media_type")

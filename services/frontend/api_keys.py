@@ -18,7 +18,7 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
-from services.frontend.errors import error_response
+from services.frontend.refusals import refusal
 
 RECHECK_S = 1.0
 MAX_FILE_BYTES = 1 << 20
@@ -40,10 +40,12 @@ class ApiKeys:
         except (OSError, ValueError) as error:
             raise BatonError(Reason.INVALID_REQUEST, f"--api-keys-file {path}: {error}") from error
 
-    def check(self, authorization: str | None) -> None:
-        """Raises BatonError(UNAUTHORIZED) unless the header `Authorization: Bearer KEY` has a key that is known."""
+    def check(self, authorization: str | None, x_api_key: str | None = None) -> None:
+        """Raises BatonError(UNAUTHORIZED) unless the header `Authorization: Bearer KEY`, or without it `x-api-key: KEY`
+        as Anthropic's clients send it, has a key that is known."""
         self._follow()
-        scheme, _, key = (authorization or "").strip().partition(" ")
+        given = (authorization or "").strip() or f"Bearer {x_api_key or ''}"
+        scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise BatonError(
                 Reason.UNAUTHORIZED, "You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'."
@@ -103,11 +105,12 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or refuse before anything is read."""
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            given = dict(scope["headers"]).get(b"authorization")
+            headers = dict(scope["headers"])
+            given = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"x-api-key"))
             try:
-                self._keys.check(None if given is None else given.decode("latin-1"))
+                self._keys.check(*given)
             except BatonError as error:
                 self._refused.inc()
-                await error_response(error, {"www-authenticate": 'Bearer realm="baton"'})(scope, receive, send)
+                await refusal(scope, error, {"www-authenticate": 'Bearer realm="baton"'})(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -17,22 +17,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from baton.errors import BatonError, Reason
+from services.frontend.anthropic.routes import add_messages
 from services.frontend.api_keys import RequireKey
 from services.frontend.asked import check_model
 from services.frontend.batches.routes import add_routes
 from services.frontend.drain import CountRequests
-from services.frontend.errors import error_response, internal
+from services.frontend.errors import internal
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
 from services.frontend.media_type import check_media_type
 from services.frontend.openapi import describe
-from services.frontend.request_id import SCOPE_KEY, RequestIds, new_request_id
+from services.frontend.refusals import refusal
+from services.frontend.request_id import SCOPE_KEY, RequestIds, names, new_request_id
 from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
+from services.frontend.responses.routes import add_responses
 from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
-EXPOSED_HEADERS = ("x-request-id", "x-baton-route", "retry-after")
+EXPOSED_HEADERS = ("x-request-id", "request-id", "x-baton-route", "retry-after")
 """What a page of another origin may read of an answer."""
 
 
@@ -89,6 +92,8 @@ def create_app(frontend: Frontend) -> FastAPI:
 
     app.add_route("/v1/chat/completions", chat, ["POST"])
     app.add_route("/v1/completions", completions, ["POST"])
+    add_responses(app, frontend, _receive)
+    add_messages(app, frontend, _receive)
     app.add_route("/v1/baton/explain", explain, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{model:path}", model, ["GET"])
@@ -184,20 +189,20 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(_encode(value), status_code=status, media_type="application/json")
 
 
-async def _on_baton_error(_: Request, error: Exception) -> Response:
+async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
-    return error_response(error)
+    return refusal(request.scope, error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        return error_response(BatonError(Reason.NOT_FOUND, f"Unknown URL: {request.method} {path}"))
+        return refusal(request.scope, BatonError(Reason.NOT_FOUND, f"Unknown URL: {request.method} {path}"))
     if error.status_code == 405:
         refused = BatonError(Reason.METHOD_NOT_ALLOWED, f"{request.method} is not allowed for {path}")
-        return error_response(refused, dict(error.headers or {}))
-    return error_response(BatonError(Reason.INVALID_REQUEST, str(error.detail)))
+        return refusal(request.scope, refused, dict(error.headers or {}))
+    return refusal(request.scope, BatonError(Reason.INVALID_REQUEST, str(error.detail)))
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
@@ -207,7 +212,6 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     _log.error("unexpected failure", path=request.url.path, exc_info=error)
-    answer = error_response(internal())
-    # This answer is given outside of RequestIds.
-    answer.headers["x-request-id"] = (request.scope.get(SCOPE_KEY) or new_request_id()).decode()
-    return answer
+    scope = request.scope
+    id = scope.setdefault(SCOPE_KEY, new_request_id())  # this answer is given outside of RequestIds
+    return refusal(scope, internal(), dict.fromkeys(names(scope["path"]), id))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -16,8 +17,11 @@ from baton.engine.port import Grammar
 from baton.errors import BatonError, Reason
 from baton.kv.keys import KEY_BYTES
 from baton.model.card import Model
+from services.frontend.anthropic.body import read_message
 from services.frontend.prompt import Prompt, Prompts
-from services.frontend.schema import Options, model_of, parse_chat, parse_completion, parse_json
+from services.frontend.responses.body import ResponseBody, read_response
+from services.frontend.responses.truncate import truncated
+from services.frontend.schema import ChatBody, Options, model_of, parse_chat, parse_completion, parse_json
 from services.frontend.speech import PLAIN, Voice
 from services.frontend.voices import AUTO, Voices
 
@@ -33,6 +37,25 @@ class Asked:
     echo: bool = False
     grammar: Grammar | None = None
     voice: Voice = PLAIN
+    told: bytes = b""
+    """What the answer's format has to know of the body, as JSON."""
+    previous: str = ""
+    """A response whose conversation this one goes on with: without it there are no prompts yet."""
+
+
+class Api(IntEnum):
+    """Whose body it is."""
+
+    OPENAI = 0
+    """A chat or a completion."""
+    RESPONSES = 1
+    MESSAGES = 2
+    COUNT = 3
+    """Of tokens, of a body of MESSAGES."""
+
+
+UNLIMITED = 1 << 40
+"""Tokens, where a prompt is counted and not served."""
 
 
 class Reading:
@@ -44,8 +67,17 @@ class Reading:
         self._name = model.name
         self._vocab_size = model.tokenizer.vocab_size
 
-    def read(self, body: bytes | bytearray, *, chat: bool | None, limit: int) -> Asked:
-        """The request in `body`. `chat` None: it is one if it has messages; `limit`: tokens of the context.
+    def read(
+        self,
+        body: bytes | bytearray,
+        *,
+        chat: bool | None = True,
+        limit: int,
+        api: Api = Api.OPENAI,
+        earlier: bytes | None = None,
+    ) -> Asked:
+        """The request in `body`. `chat` None: it is one if it has messages; `limit`: tokens of the context; `earlier`:
+        items of the conversation that a response goes on with, as a JSON list.
 
         Raises BatonError with what is wrong with it.
         """
@@ -53,22 +85,47 @@ class Reading:
         check_model(model_of(raw), self._name)
         chat = "messages" in raw if chat is None else chat
         try:
+            if api is Api.RESPONSES:
+                return self._response(raw, limit, earlier)
+            if api in (Api.MESSAGES, Api.COUNT):
+                return self._message(raw, limit, count=api is Api.COUNT)
             return self._chat(raw, limit) if chat else self._completion(raw, limit)
         except RecursionError:  # orjson reads deeper than json writes
             raise BatonError(Reason.INVALID_REQUEST, "The body is nested too deeply.") from None
 
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
-        body = parse_chat(raw, self._vocab_size)
+        return self._talk(parse_chat(raw, self._vocab_size), limit)
+
+    def _response(self, raw: Mapping[str, Any], limit: int, earlier: bytes | None) -> Asked:
+        body = read_response(raw, self._vocab_size, earlier)
+        if not isinstance(body, ResponseBody):
+            return Asked(body.options, (), chat=True, previous=body.previous)
+        talk = truncated(self._talk, body.chat, limit) if body.truncate else self._talk(body.chat, limit)
+        return replace(talk, told=body.told)
+
+    def _message(self, raw: Mapping[str, Any], limit: int, *, count: bool) -> Asked:
+        body = read_message(raw, self._vocab_size, count=count)
+        return replace(self._talk(body.chat, UNLIMITED if count else limit), told=body.told)
+
+    def _talk(self, body: ChatBody, limit: int) -> Asked:
         messages, offered = self.voices.conversation(body.messages, body.tools)
-        prompt = self.prompts.chat(
-            messages,
-            body.variables,
-            limit,
-            offered,
-            generation_prompt=body.generation_prompt,
-            continue_final=body.continue_final,
-            add_special=body.add_special,
-        )
+        given = body.options.given or "messages"
+        try:
+            prompt = self.prompts.chat(
+                messages,
+                body.variables,
+                limit,
+                offered,
+                generation_prompt=body.generation_prompt,
+                continue_final=body.continue_final,
+                add_special=body.add_special,
+                param=given,
+            )
+        except BatonError as error:
+            blamed = (
+                "messages" if error.param == "continue_final_message" and not body.asked_to_continue else error.param
+            )
+            raise BatonError(error.reason, error.message, param=given if blamed == "messages" else blamed) from error
         voice = self.voices.voice(body.tools, prompt.text)
         grammar = self.voices.grammar(body.tools, body.options.structure, voice)
         return Asked(body.options, (prompt,), chat=True, grammar=grammar, voice=voice)
@@ -108,6 +165,8 @@ class _Asked(msgspec.Struct, array_like=True, tag=True):
     echo: bool
     grammar: Grammar | None
     voice: Voice
+    told: bytes
+    previous: str
 
 
 class _Refused(msgspec.Struct, array_like=True, tag=True):
@@ -125,7 +184,18 @@ def pack(answer: Asked | BatonError) -> bytes:
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
     prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
-    return _encode(_Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice))
+    return _encode(
+        _Asked(
+            answer.options,
+            prompts,
+            answer.chat,
+            answer.echo,
+            answer.grammar,
+            answer.voice,
+            answer.told,
+            answer.previous,
+        )
+    )
 
 
 def unpack(data: bytes) -> Asked:
@@ -134,7 +204,9 @@ def unpack(data: bytes) -> Asked:
     if isinstance(answer, _Refused):
         raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param)
     prompts = tuple(_unpacked(prompt) for prompt in answer.prompts)
-    return Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice)
+    return Asked(
+        answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice, answer.told, answer.previous
+    )
 
 
 def _unpacked(prompt: _Prompt) -> Prompt:

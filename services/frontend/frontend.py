@@ -11,7 +11,7 @@ from typing import Any
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from services.frontend.api_keys import ApiKeys
-from services.frontend.asked import Asked
+from services.frontend.asked import Api, Asked
 from services.frontend.batches.batches import Batches
 from services.frontend.call import Ask, Call
 from services.frontend.chunks import ChatFormat, Format, TextFormat
@@ -25,6 +25,7 @@ from services.frontend.ready import Readiness
 from services.frontend.request import Backend, Work
 from services.frontend.respond import Prepared
 from services.frontend.sampling import make_sampling, output_budget
+from services.frontend.schema import Options
 from services.frontend.turn import Turn
 
 COMPLETION_TOKENS = 16
@@ -81,17 +82,16 @@ class Frontend:
         Raises BatonError when it is not right, or not in time.
         """
         begun = time.time()
-        asked, asks = await self._read(body, chat)
-        deadline = begun + (timeout_s or self.request_timeout_s)
-        call = Call(uid, asks, asked.options.n, deadline, self.model.tokenizer, self.backend, turns)
-        format = self._format(asked, self._head(uid, begun))
+        asked, asks = await self.read(body, chat=chat)
+        call = self.call(uid, asks, asked.options, begun, timeout_s, turns)
+        format = self._format(asked, self.head(uid, begun))
         options = asked.options
         return Prepared(call, format, options.stream, options.include_usage, options.continuous_usage)
 
     async def explain(self, body: bytes | bytearray, uid: str) -> dict[str, Any]:
         """Read the body of a chat or of a completion, and say where it would run. Raises BatonError."""
         begun = time.time()
-        asked, asks = await self._read(body, None)
+        asked, asks = await self.read(body, chat=None)
         if len(asks) > 1:
             raise BatonError(Reason.INVALID_REQUEST, "One prompt at a time can be explained.", param="prompt")
         (ask,) = asks
@@ -99,14 +99,22 @@ class Frontend:
         work = Work(uid, ask.prompt, ask.sampling, asked.options.n, deadline, ask.merged_only)
         return await explain(self.backend, work)
 
-    async def _read(self, body: bytes | bytearray, chat: bool | None) -> tuple[Asked, list[Ask]]:
+    async def read(
+        self,
+        body: bytes | bytearray,
+        *,
+        chat: bool | None = True,
+        api: Api = Api.OPENAI,
+        earlier: bytes | None = None,
+    ) -> tuple[Asked, list[Ask]]:
+        """A checked body, and what it asks for. Raises BatonError when it is not right, or not in time."""
         limit = self.context_length()
         try:
             async with asyncio.timeout(self.request_timeout_s):
-                asked = await self.bodies.read(body, chat=chat, limit=limit)
+                asked = await self.bodies.read(body, chat=chat, limit=limit, api=api, earlier=earlier)
         except TimeoutError:
             raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None
-        return asked, self._asks(asked, limit)
+        return asked, [] if api is Api.COUNT else self._asks(asked, limit)
 
     def _asks(self, asked: Asked, limit: int) -> list[Ask]:
         options, defaults = asked.options, self.model.generation
@@ -114,7 +122,7 @@ class Frontend:
         asks = []
         for prompt in asked.prompts:
             if asked.chat:
-                budget = output_budget(options, len(prompt.ids), limit, None, "messages")
+                budget = output_budget(options, len(prompt.ids), limit, None, options.given or "messages")
             else:
                 budget = output_budget(options, len(prompt.ids), limit, COMPLETION_TOKENS, "prompt")
             sampling = make_sampling(options, defaults, budget, prompt_logprobs=prompt_logprobs, grammar=asked.grammar)
@@ -138,7 +146,21 @@ class Frontend:
         echoes = [(p.text, p.ids) if asked.echo else None for p in prompts for _ in range(options.n)]
         return TextFormat(*head, echoes=echoes, **told)
 
-    def _head(self, uid: str, begun: float) -> tuple[str, int, str, str]:
+    def call(
+        self,
+        uid: str,
+        asks: list[Ask],
+        options: Options,
+        begun: float,
+        timeout_s: float | None = None,
+        turns: Callable[[int], Turn] | None = None,
+    ) -> Call:
+        """What can be started, of a request that arrived at `begun` (Unix seconds); see `prepare`."""
+        deadline = begun + (timeout_s or self.request_timeout_s)
+        return Call(uid, asks, options.n, deadline, self.model.tokenizer, self.backend, turns)
+
+    def head(self, uid: str, begun: float) -> tuple[str, int, str, str]:
+        """What every object of an answer begins with: uid, time, model, fingerprint."""
         card = self.model.card
         return uid, int(begun), self.model.name, f"fp_{card.weights[:6]}{card.tokenizer[:4]}"
 

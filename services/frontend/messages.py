@@ -83,10 +83,13 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def _function(function: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise invalid(f"'{where}' must be an object.", where)
-    return {"name": _string(function, "name", where), "arguments": _arguments(_string(function, "arguments", where))}
+    return {
+        "name": _string(function, "name", where),
+        "arguments": call_arguments(_string(function, "arguments", where)),
+    }
 
 
-def _arguments(text: str) -> Any:
+def call_arguments(text: str) -> Any:
     """Clients send arguments as JSON text and templates expect the object; what is none stays as the model wrote it."""
     try:
         value = orjson.loads(text or "{}")

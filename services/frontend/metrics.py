@@ -52,6 +52,8 @@ class FrontendMetrics:
         self.output_tokens = counter("output_tokens", "Tokens sent to clients.")
         self.kv_bytes = counter("kv_bytes", "KV bytes handed over for finished requests.")
 
+        self.responses_evicted = counter("responses_evicted", "Kept responses that had to go before their time.", "why")
+        self.responses_bytes = Gauge("baton_frontend_responses_bytes", "Bytes of kept responses.", registry=registry)
         self.active = Gauge("baton_frontend_active_requests", "Requests being served.", registry=registry)
         self.waiting = Gauge("baton_frontend_waiting_requests", "Requests without a first token.", registry=registry)
         self.sessions = Gauge("baton_frontend_sessions", "Live session streams.", registry=registry)

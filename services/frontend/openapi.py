@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from services.frontend.batches import described as batches
-from services.frontend.reference import BATCHES, CHAT, COMPLETIONS, FILES, Json, fields
+from services.frontend.listing import BATCHES, CHAT, COMPLETIONS, FILES, Json
+from services.frontend.openapi_talks import talk_paths
+from services.frontend.reference import fields
 
 _REFUSALS = {
     "400": "the request is wrong: `param` names the field",
@@ -102,11 +104,11 @@ def _json(schema: Json) -> Json:
     return {"application/json": {"schema": schema}}
 
 
-def _refusals(*statuses: str) -> Json:
-    return {status: {"description": _REFUSALS[status], "content": _json(_ERROR)} for status in statuses}
+def _refusals(*statuses: str, error: Json = _ERROR) -> Json:
+    return {status: {"description": _REFUSALS[status], "content": _json(error)} for status in statuses}
 
 
-def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool) -> Json:
+def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool, error: Json = _ERROR) -> Json:
     content = _json(answer) | ({"text/event-stream": {"schema": _EVENT}} if streams else {})
     body = _body(path, model)
     return {
@@ -114,7 +116,7 @@ def _post(path: str, model: str, summary: str, answer: Json, *, streams: bool) -
         "requestBody": {"required": True, "content": _json(body)},
         "responses": {
             "200": {"description": "the answer", "content": content},
-            **_refusals(*(s for s in _REFUSALS if s != "409")),
+            **_refusals(*(s for s in _REFUSALS if s != "409"), error=error),
         },
     }
 
@@ -153,6 +155,7 @@ def describe(model: str, *, keys: bool) -> Json:
                 COMPLETIONS, model, "completions", _answer("text_completion", {"text": _STRING}), streams=True
             )
         },
+        **talk_paths(model, _post, _get),
         "/v1/baton/explain": {
             "post": _post(CHAT, model, "where a chat or a completion would run", {"type": "object"}, streams=False)
         },

@@ -49,8 +49,10 @@ class Prompts:
         generation_prompt: bool = True,
         continue_final: bool = False,
         add_special: bool = False,
+        param: str = "messages",
     ) -> Prompt:
-        """The prompt of a conversation. `continue_final` ends it where the last message stops.
+        """The prompt of a conversation. `continue_final` ends it where the last message stops. `param`: the field that
+        the messages came from.
 
         Raises BatonError (template's refusal, too long).
         """
@@ -67,7 +69,7 @@ class Prompts:
                     "This model's chat template does not show the last message as it is.",
                     param="continue_final_message",
                 )
-        return self._text(text, add_special, "messages", limit, chat=True)
+        return self._text(text, add_special, param, limit, chat=True)
 
     def text(self, text: str, limit: int, *, add_special: bool = True) -> Prompt:
         """The prompt of raw text, with the BOS the model expects. Raises BatonError (too long, empty)."""

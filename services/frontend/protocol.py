@@ -84,7 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         content = error_body(BatonError(Reason.INVALID_REQUEST, message))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-        head += f"x-request-id: {new_request_id().decode()}\r\n"
+        head += f"x-request-id: {new_request_id()}\r\n"
         head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + content)
         self.transport.close()

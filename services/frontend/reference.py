@@ -5,47 +5,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from services.frontend.batches.answer import ENDPOINTS as BATCH_ENDPOINTS
+from services.frontend.listing import BATCHES, BOTH, CHAT, COMPLETIONS, FILES, HUGE, Endpoint, Field, Json, Status
+from services.frontend.reference_talks import TALK_ENDPOINTS, TALK_FIELDS, talk_tables
 from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 from services.frontend.tools import MAX_TOOLS
-
-Status = Literal["works", "ignored", "refused"]
-Json = dict[str, Any]
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-FILES, BATCHES = "/v1/files", "/v1/batches"
-BOTH = (CHAT, COMPLETIONS)
-HUGE = (1 << 63) - 1
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One route. `key`: asks for an API key when there are any."""
-
-    method: str
-    path: str
-    note: str
-    key: bool = True
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a request's body. `schema`: what values are taken (JSON Schema), of a field that works."""
-
-    name: str
-    status: Status
-    note: str
-    schema: Json | None = None
-    where: tuple[str, ...] = BOTH
-    required: bool = False
-
 
 ENDPOINTS = (
     Endpoint("POST", CHAT, "chat, whole or streamed"),
     Endpoint("POST", COMPLETIONS, "text and token-id prompts, whole or streamed"),
+    *TALK_ENDPOINTS,
     Endpoint("GET", "/v1/models", "the served model"),
     Endpoint("GET", "/v1/models/{model}", "the same, by name; 404 for any other"),
     Endpoint("POST", "/v1/baton/explain", "a chat or completions body: where it would run and why; nothing is started"),
@@ -278,7 +249,7 @@ FIELDS = (
 
 def fields(path: str) -> list[Field]:
     """Fields of an endpoint's body."""
-    return [field for field in FIELDS if path in field.where]
+    return [field for field in (*FIELDS, *TALK_FIELDS) if path in field.where]
 
 
 def tables() -> str:
@@ -294,7 +265,7 @@ def tables() -> str:
         lines.append(f"| `{name}` | {status.get(CHAT, '-')} | {status.get(COMPLETIONS, '-')} | {notes} |")
     lines += ["", "| endpoint | field | | |", "|---|---|---|---|"]
     lines += [f"| `{path}` | `{f.name}` | {f.status} | {f.note} |" for path in (FILES, BATCHES) for f in fields(path)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *talk_tables()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ class Options:
     structure: Structure | None = None
     budget: str = "max_tokens"
     """The field that `max_tokens` came from."""
+    given: str = ""
+    """The field that the prompt came from; "": as its endpoint says."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class ChatBody:
     """The answer goes on where the last message stops."""
     add_special: bool = False
     tools: Tools | None = None
+    asked_to_continue: bool = True
+    """`continue_final` is what a field of the body says, not what the last message's role means."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
     if continue_final and messages[-1]["role"] != "assistant":
         raise invalid("'continue_final_message' needs a last message of the assistant.", "continue_final_message")
     return ChatBody(
-        _options(fields, logprobs=(top or 0) if wanted else None, least_tokens=1),
+        read_options(fields, logprobs=(top or 0) if wanted else None, least_tokens=1),
         messages,
         fields.object("chat_template_kwargs"),
         generation_prompt,
@@ -146,7 +150,7 @@ def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
     fields = Fields(raw, vocab_size)
     fields.refuse("suffix", why="is not supported: the model continues a text and cannot fill a gap in it")
     fields.refuse("prompt_embeds")
-    options = _options(fields, logprobs=fields.integer("logprobs", 0, 20), least_tokens=0)
+    options = read_options(fields, logprobs=fields.integer("logprobs", 0, 20), least_tokens=0)
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     if best_of is not None and best_of != options.n:
         raise invalid("'best_of' other than 'n' is not supported; ask for 'n' outputs and choose.", "best_of")
@@ -159,7 +163,8 @@ def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
     return CompletionBody(options, prompts, echo, fields.boolean("add_special_tokens", default=True))
 
 
-def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Options:
+def read_options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Options:
+    """What chat and completions have in common. Raises BatonError(INVALID_REQUEST) with the field at fault."""
     for name in _NEVER:
         fields.refuse(name)
     huge = (1 << 63) - 1

@@ -38,10 +38,16 @@ class Speech:
         self._tools: ToolParser | None = TOOLS[voice.tools](voice.functions) if voice.tools else None
         self.calls = 0
         """Calls told so far."""
+        self.thought_tokens = 0
+        """Tokens of the thought, its marks included; of a piece with its end and more, by the share of characters."""
+        self._unsure = 0
+        self._answering = self._thoughts is None
 
-    def push(self, text: str) -> list[Event]:
-        """What the next piece of text makes certain."""
+    def push(self, text: str, tokens: int = 0) -> list[Event]:
+        """What the next piece of text, of so many tokens, makes certain."""
         events: list[Event] = [Text(text)] if self._thoughts is None else self._thoughts.push(text)
+        if not self._answering and self._thoughts is not None:
+            self._count(self._thoughts, text, tokens, events)
         return self._counted([event for one in events for event in self._read(one)])
 
     def end(self) -> list[Event]:
@@ -56,6 +62,17 @@ class Speech:
 
     def _read(self, event: Event) -> list[Event]:
         return self._tools.push(event.text) if self._tools is not None and isinstance(event, Text) else [event]
+
+    def _count(self, thoughts: ReasoningParser, text: str, tokens: int, events: list[Event]) -> None:
+        """Which of a piece's tokens belong to the thought."""
+        self._unsure += tokens
+        if thoughts.thinking is None:
+            return
+        if thoughts.thought:
+            said = sum(len(event.text) for event in events if isinstance(event, Text))
+            self.thought_tokens += self._unsure - round(tokens * said / max(1, len(text)))
+        self._unsure = 0
+        self._answering = not thoughts.thinking
 
     def _counted(self, events: list[Event]) -> list[Event]:
         self.calls += sum(isinstance(event, Call) for event in events)

@@ -10,6 +10,12 @@ from services.frontend.parsers.events import Arguments, Call, Event, Text, Thoug
 from services.frontend.speech import Speech, Voice
 
 
+def call_id(key: str, number: int, *, short: bool = False, prefix: str = "call_") -> str:
+    """The id of an output's call. `short`: as Mistral's templates want it, which refuse any other in the next turn."""
+    digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=12).hexdigest()
+    return digest[:9] if short else prefix + digest
+
+
 class Spoken:
     """One output. `key` makes the ids of its calls, unlike those of any other output."""
 
@@ -64,8 +70,6 @@ class Spoken:
                 return {"tool_calls": [more]}
 
     def _begun(self, call: Call) -> dict[str, Any]:
-        digest = hashlib.blake2b(f"{self._key}/{self._calls_told}".encode(), digest_size=12).hexdigest()
+        id = call_id(self._key, self._calls_told, short=self._short_ids)
         self._calls_told += 1
-        # Mistral's templates refuse any other length in the next turn.
-        id = digest[:9] if self._short_ids else f"call_{digest}"
         return {"id": id, "type": "function", "function": {"name": call.name, "arguments": ""}}

@@ -18,7 +18,7 @@ _KINDS = {
     "choice": GrammarKind.CHOICE,
     "grammar": GrammarKind.GRAMMAR,
 }
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _response_format(value: Any) -> Structure | None:
     if not isinstance(named, dict):
         raise invalid(f"'{param}.json_schema' must be an object.", f"{param}.json_schema")
     name = named.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise invalid(
             f"'{param}.json_schema.name' must be up to 64 letters, digits, dashes and underscores.",
             f"{param}.json_schema.name",

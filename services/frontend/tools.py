@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,13 @@ class Function:
     raw: dict[str, Any]
     where: str
     """Its place in the body: `tools[0].function`."""
+    member: str = "parameters"
+    """What its schema is called there."""
+
+    @property
+    def schema_param(self) -> str:
+        """The place of its schema in the body."""
+        return f"{self.where}.{self.member}"
 
 
 @dataclass(frozen=True)
@@ -42,20 +49,26 @@ class Tools:
 
 def read_tools(raw: Mapping[str, Any]) -> Tools | None:
     """`tools`, `tool_choice` and `parallel_tool_calls`; None without tools. Raises BatonError(INVALID_REQUEST)."""
-    given = raw.get("tools")
+    functions = read_functions(raw.get("tools"), _function)
+    parallel = raw.get("parallel_tool_calls")
+    if parallel is not None and not isinstance(parallel, bool):
+        raise invalid("'parallel_tool_calls' must be true or false.", "parallel_tool_calls")
+    return chosen(raw.get("tool_choice"), functions, parallel is not False)
+
+
+def read_functions(given: Any, read: Callable[[Any, str], Function]) -> tuple[Function, ...]:
+    """The functions in a list of tools, each by `read`, which is told its place. Raises BatonError(INVALID_REQUEST)."""
     if given is not None and not isinstance(given, list):
         raise invalid("'tools' must be a list.", "tools")
     if given and len(given) > MAX_TOOLS:
         raise invalid(f"'tools' takes up to {MAX_TOOLS} functions.", "tools")
-    functions = tuple(_function(tool, f"tools[{i}]") for i, tool in enumerate(given or ()))
+    functions = tuple(read(tool, f"tools[{i}]") for i, tool in enumerate(given or ()))
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         twice = next(i for i, name in enumerate(names) if name in names[:i])
-        raise invalid(f"'tools[{twice}].function.name' is taken: '{names[twice]}'.", f"tools[{twice}].function.name")
-    parallel = raw.get("parallel_tool_calls")
-    if parallel is not None and not isinstance(parallel, bool):
-        raise invalid("'parallel_tool_calls' must be true or false.", "parallel_tool_calls")
-    return _chosen(raw.get("tool_choice"), functions, parallel is not False)
+        where = f"{functions[twice].where}.name"
+        raise invalid(f"'{where}' is taken: '{names[twice]}'.", where)
+    return functions
 
 
 def _function(tool: Any, where: str) -> Function:
@@ -66,7 +79,13 @@ def _function(tool: Any, where: str) -> Function:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise invalid(f"'{where}.function' must be an object.", f"{where}.function")
-    where = f"{where}.function"
+    return check_function(function, tool, f"{where}.function")
+
+
+def check_function(
+    function: Mapping[str, Any], raw: dict[str, Any], where: str, member: str = "parameters"
+) -> Function:
+    """A function with its schema in `member`; `raw` is what a chat template is told of it. Raises BatonError."""
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(
@@ -76,16 +95,17 @@ def _function(tool: Any, where: str) -> Function:
         raise invalid(f"'{where}.description' must be a string.", f"{where}.description")
     if not isinstance(function.get("strict", False), (bool, type(None))):
         raise invalid(f"'{where}.strict' must be true or false.", f"{where}.strict")
-    parameters = function.get("parameters")
+    parameters = function.get(member)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    check_schema(parameters, f"{where}.parameters")
+    check_schema(parameters, f"{where}.{member}")
     if parameters.get("type", "object") != "object":
-        raise invalid(f"'{where}.parameters' must be the schema of an object.", f"{where}.parameters")
-    return Function(name, parameters, tool, where)
+        raise invalid(f"'{where}.{member}' must be the schema of an object.", f"{where}.{member}")
+    return Function(name, parameters, raw, where, member)
 
 
-def _chosen(choice: Any, functions: tuple[Function, ...], parallel: bool) -> Tools | None:
+def chosen(choice: Any, functions: tuple[Function, ...], parallel: bool) -> Tools | None:
+    """What `tool_choice`, in the shape of a chat's, makes of the functions. Raises BatonError(INVALID_REQUEST)."""
     param = "tool_choice"
     if choice in (None, "auto", "none"):
         return Tools(functions, choice or "auto", parallel) if functions else None

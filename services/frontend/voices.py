@@ -77,7 +77,7 @@ class Voices:
             return None if structure is None else structure.grammar
         for function in tools.callable:
             taken = Grammar(GrammarKind.JSON, json.dumps(arguments(function.parameters)))
-            self.grammars.check(taken, f"{function.where}.parameters", f"the schema of '{function.name}'")
+            self.grammars.check(taken, function.schema_param, f"the schema of '{function.name}'")
         signatures = [(function.name, function.parameters) for function in tools.callable]
         rules = TOOLS[self._tools].grammar(signatures, tools.parallel, self._token_id)
         start = "start: calls\n"

@@ -33,6 +33,13 @@ class ReasoningParser:
         # An opening mark that repeats the prompt's is no thought.
         self._at = _At.OPENED if open else _At.START
         self._buffer = ""
+        self.thought = open
+        """Whether there has been one."""
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether what comes next belongs to the thought; None: that cannot be said yet."""
+        return None if self._at is _At.START else self._at in (_At.OPENED, _At.EDGE, _At.THOUGHT)
 
     def push(self, text: str) -> list[Event]:
         """What the next piece makes certain."""
@@ -73,6 +80,7 @@ class ReasoningParser:
         if start.startswith(opening):
             self._buffer = start[len(opening) :]
             self._at = _At.EDGE
+            self.thought = True
         else:
             self._at = _At.ANSWER if self._at is _At.START else _At.EDGE
         return True

@@ -6,16 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError
+from services.frontend.anthropic.body import read_message
 from services.frontend.app import create_app
+from services.frontend.listing import MESSAGES, RESPONSES
+from services.frontend.metrics import FrontendMetrics
 from services.frontend.openapi import describe
 from services.frontend.reference import CHAT, COMPLETIONS, ENDPOINTS, FIELDS, fields, tables
+from services.frontend.reference_talks import TALK_FIELDS
+from services.frontend.responses.body import read_response
 from services.frontend.schema import parse_chat, parse_completion
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 HI = [{"role": "user", "content": "hi"}]
-GOOD: dict[str, dict[str, Any]] = {CHAT: {"model": "m", "messages": HI}, COMPLETIONS: {"model": "m", "prompt": "p"}}
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": HI},
+    COMPLETIONS: {"model": "m", "prompt": "p"},
+    RESPONSES: {"model": "m", "input": "p"},
+    MESSAGES: {"model": "m", "messages": HI, "max_tokens": 5},
+}
 
 
 class Noted(dict[str, Any]):
@@ -31,17 +42,19 @@ class Noted(dict[str, Any]):
 
 
 def parse(path: str, body: dict[str, Any]) -> Any:
-    return (parse_chat if path == CHAT else parse_completion)(body, 1000)
+    if path == RESPONSES:
+        return read_response(body, 1000, None)
+    return {CHAT: parse_chat, COMPLETIONS: parse_completion, MESSAGES: read_message}[path](body, 1000)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", GOOD)
 def test_every_field_that_is_read_is_in_the_table_and_the_other_way(path: str) -> None:
     body = Noted(GOOD[path])
     parse(path, body)
     assert body.read == {field.name for field in fields(path) if field.status != "ignored"}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", GOOD)
 def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
     for field in fields(path):
         for value in ("x", ["x"], {"x": "y"}, True, 7):
@@ -58,9 +71,9 @@ def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
 
 
 def test_a_field_is_listed_once_for_each_endpoint() -> None:
-    listed = [(field.name, path) for field in FIELDS for path in field.where]
+    listed = [(field.name, path) for field in (*FIELDS, *TALK_FIELDS) for path in field.where]
     assert len(set(listed)) == len(listed)
-    assert all((field.schema is not None) == (field.status == "works") for field in FIELDS)
+    assert all((field.schema is not None) == (field.status == "works") for field in (*FIELDS, *TALK_FIELDS))
 
 
 def test_the_document_has_the_tables() -> None:
@@ -72,7 +85,8 @@ def test_the_document_has_the_tables() -> None:
 
 def test_every_route_is_described() -> None:
     frontend: Any = type("F", (), {"model": type("M", (), {"name": "m"}), "api_keys": None, "cors_origins": (),
-                                   "requests": None})()  # fmt: skip
+                                   "requests": None,
+                                   "metrics": FrontendMetrics(CollectorRegistry())})()  # fmt: skip
     routes = {
         (method, route.path.replace("{model:path}", "{model}"))
         for route in create_app(frontend).routes
