@@ -49,8 +49,10 @@ ALL: Final = frozenset(
 
 
 def needs(sampling: SamplingParams) -> frozenset[str]:
-    """What `sampling` asks for beyond temperature, `top_p`, seed, `frequency_penalty` and `max_tokens`. What is asked of
-    the tokens themselves (`TOKEN_IDS`, `SPECIAL_TOKENS`) is not sampling: the frontend adds it."""
+    """What `sampling` asks for beyond temperature, `top_p`, seed, `frequency_penalty` and `max_tokens`.
+
+    What is asked of the tokens themselves (`TOKEN_IDS`, `SPECIAL_TOKENS`) is not sampling: the frontend adds it.
+    """
     greedy = sampling.temperature == 0
     asked = {
         LOGPROBS: sampling.logprobs is not None,

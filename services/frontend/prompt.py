@@ -85,8 +85,10 @@ class Prompts:
         return tuple(block_keys(self._root, [*prompt.ids, *emitted])) if emitted else prompt.keys
 
     def joined(self, received: Sequence[int], text: str) -> list[int]:
-        """Output that came as tokens and then as text, as the tokens that a resume counts as prompt. A character that the
-        tokens only began is in the text as a whole."""
+        """Output that came as tokens and then as text, as the tokens that a resume counts as prompt.
+
+        A character that the tokens only began is in the text as a whole.
+        """
         tokenizer = self._model.tokenizer
         return [*whole_characters(tokenizer, received), *tokenizer.encode_continuation(text)]
 
