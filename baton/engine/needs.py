@@ -21,6 +21,10 @@ PRESENCE_PENALTY: Final = "presence_penalty"
 MIN_TOKENS: Final = "min_tokens"
 STOP_TOKEN_IDS: Final = "stop_token_ids"
 IGNORE_EOS: Final = "ignore_eos"
+TOKEN_IDS: Final = "return_token_ids"
+"""Of the output: an engine that answers text has none."""
+SPECIAL_TOKENS: Final = "skip_special_tokens"
+"""And its control tokens, which the text of such an engine leaves out."""
 GRAMMAR: Final = "grammar:"
 """And a kind: an output that follows a grammar of it."""
 GRAMMARS: Final = {kind: f"{GRAMMAR}{kind.value}" for kind in GrammarKind}
@@ -37,13 +41,18 @@ ALL: Final = frozenset(
         MIN_TOKENS,
         STOP_TOKEN_IDS,
         IGNORE_EOS,
+        TOKEN_IDS,
+        SPECIAL_TOKENS,
         *GRAMMARS.values(),
     }
 )
 
 
 def needs(sampling: SamplingParams) -> frozenset[str]:
-    """What `sampling` asks for beyond temperature, `top_p`, seed, `frequency_penalty` and `max_tokens`."""
+    """What `sampling` asks for beyond temperature, `top_p`, seed, `frequency_penalty` and `max_tokens`.
+
+    What is asked of the tokens themselves (`TOKEN_IDS`, `SPECIAL_TOKENS`) is not sampling: the frontend adds it.
+    """
     greedy = sampling.temperature == 0
     asked = {
         LOGPROBS: sampling.logprobs is not None,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from baton.errors import Reason
+from baton.engine import needs
+from baton.errors import BatonError, Reason
 from baton.model.tokenizer import Tokenizer
 from baton.v1 import worker_pb2
 from baton.v1.worker_pb2 import Logprob
@@ -17,11 +17,11 @@ from services.frontend.chunks import Usage
 from services.frontend.detokenise import ChoiceText, Piece, Show
 from services.frontend.inbox import Inbox
 from services.frontend.prompt import Prompt
-from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
+from services.frontend.request import Backend, Broken, Generation, Item, Output, Unmended, Work
 from services.frontend.turn import Turn
 
 STARTS = 8
-"""Prompts of one request that are placed at the same time."""
+"""Prompts of one request that are placed at the same time; and outputs of one whose worker was lost."""
 _MODES = {
     worker_pb2.MODE_DISAGGREGATED: "disaggregated",
     worker_pb2.MODE_MERGED: "merged",
@@ -41,6 +41,13 @@ class Ask:
     merged_only: bool = False
     shown: Mapping[int, str] = field(default_factory=dict)
     """Control tokens that are shown as text."""
+
+    def work(self, uid: str, n: int, deadline: float, turn: Turn | None) -> Work:
+        """It, `n` times, as a generation does it until `deadline` (`time.time()` seconds); in the batch lane, with its
+        turn."""
+        shows = {needs.TOKEN_IDS: self.show.ids, needs.SPECIAL_TOKENS: self.show.special}
+        named = frozenset(name for name, wanted in shows.items() if wanted)
+        return Work(uid, self.prompt, self.sampling, n, deadline, self.merged_only, named, turn)
 
 
 class IndexedPiece(NamedTuple):
@@ -69,20 +76,15 @@ class Call:
         self._deadline = deadline
         self._n = n
         self._asks = asks
-        self._broken: deque[Broken] = deque()
+        self._background = backend.background
+        self._few = asyncio.Semaphore(STARTS)
+        self._mending: set[asyncio.Task[None]] = set()
         self._generations = [
             Generation(
-                Work(
-                    f"{uid}-{i}" if len(asks) > 1 else uid,
-                    ask.prompt,
-                    ask.sampling,
-                    n,
-                    deadline,
-                    ask.merged_only,
-                    turns(n) if turns is not None else None,
-                ),
+                ask.work(f"{uid}-{i}" if len(asks) > 1 else uid, n, deadline, turns(n) if turns is not None else None),
                 backend,
                 self._inbox,
+                self._told,
             )
             for i, ask in enumerate(asks)
         ]
@@ -118,10 +120,9 @@ class Call:
 
     async def start(self) -> None:
         """Submit everything, a few prompts at a time. Raises BatonError when one finds no worker."""
-        few = asyncio.Semaphore(STARTS)
 
         async def start(generation: Generation) -> None:
-            async with few:
+            async with self._few:
                 await generation.start()
 
         if len(self._generations) == 1:
@@ -139,15 +140,14 @@ class Call:
         """The next pieces, at least one. Repairs what breaks meanwhile; raises BatonError when that cannot be."""
         out: list[IndexedPiece] = []
         while not out:
-            while self._broken:
-                broken = self._broken.popleft()
-                await broken.leg.generation.mend(broken)
             for item in await self._inbox.take(self._deadline):
-                if isinstance(item, Broken):
-                    # What came before it goes to the client first.
-                    self._broken.append(item)
-                else:
-                    out += self._read(item)
+                match item:
+                    case Output():
+                        out += self._read(item)
+                    case Broken():
+                        self._mend(item)
+                    case Unmended():
+                        raise item.error
         return out
 
     def route_header(self) -> str:
@@ -193,8 +193,26 @@ class Call:
 
     def close(self, reason: Reason | None = None) -> None:
         """End what still runs."""
+        for task in self._mending:
+            task.cancel()
         for generation in self._generations:
             generation.close(reason)
+
+    def _mend(self, broken: Broken) -> None:
+        """Beside the reading: other outputs go on while a place for this one is looked for."""
+        task = self._background.spawn(self._mended(broken), f"mend {broken.leg.key}")
+        self._mending.add(task)
+        task.add_done_callback(self._mending.discard)
+
+    async def _mended(self, broken: Broken) -> None:
+        try:
+            async with self._few:
+                await broken.leg.generation.mend(broken)
+        except BatonError as error:
+            self._inbox.put(Unmended(error))
+        except Exception as error:
+            self._inbox.put(Unmended(error))
+            raise
 
     def _read(self, item: Output) -> list[IndexedPiece]:
         index = self._first_index[id(item.generation)] + item.choice
@@ -223,6 +241,10 @@ class Call:
             return ()
         self._begun.add(index)
         return self._scores.get(prompt, ())
+
+    def _told(self) -> bool:
+        """Whether the client has something of any output."""
+        return any(generation.begun for generation in self._generations)
 
     def _cached(self) -> int:
         return sum(generation.cached_tokens or 0 for generation in self._generations)

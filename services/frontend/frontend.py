@@ -22,7 +22,7 @@ from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import BodyReader
 from services.frontend.ready import Readiness
-from services.frontend.request import Backend, Work
+from services.frontend.request import Backend
 from services.frontend.respond import Prepared
 from services.frontend.sampling import make_sampling, output_budget
 from services.frontend.schema import Options
@@ -96,8 +96,7 @@ class Frontend:
             raise BatonError(Reason.INVALID_REQUEST, "One prompt at a time can be explained.", param="prompt")
         (ask,) = asks
         deadline = begun + self.request_timeout_s
-        work = Work(uid, ask.prompt, ask.sampling, asked.options.n, deadline, ask.merged_only)
-        return await explain(self.backend, work)
+        return await explain(self.backend, ask.work(uid, asked.options.n, deadline))
 
     async def read(
         self,

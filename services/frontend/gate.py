@@ -7,6 +7,11 @@ import time
 from baton.errors import BatonError, Reason
 from services.frontend.metrics import FrontendMetrics
 
+SMALL_BYTES = 256 << 10
+FOR_SMALL = 1 / 8
+"""Of the bytes: what only bodies of up to `SMALL_BYTES` may take. A few large ones that are announced and come slowly
+would else keep everybody out."""
+
 
 class Gate:
     """Bounds requests, and the bytes of their bodies that are held until they have been read."""
@@ -33,8 +38,9 @@ class Gate:
         self.entered_at = time.monotonic()
         return Pass(self)
 
-    def _take(self, change: int) -> None:
-        if self._bytes + change > self._max_bytes:
+    def _take(self, change: int, size: int) -> None:
+        limit = self._max_bytes * (1 if size <= SMALL_BYTES else 1 - FOR_SMALL)
+        if self._bytes + change > limit:
             raise self._refusal("bytes", "This server is busy reading other large requests; try again soon.")
         self._bytes += change
 
@@ -58,7 +64,7 @@ class Pass:
     def body(self, size: int) -> None:
         """The body is, or will be, of `size` bytes. Raises BatonError(NO_CAPACITY)."""
         if size > self._bytes:
-            self._gate._take(size - self._bytes)
+            self._gate._take(size - self._bytes, size)
             self._bytes = size
 
     def body_read(self) -> None:

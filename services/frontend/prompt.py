@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.engine.openai.prompt import whole_characters
 from baton.errors import BatonError, Reason
 from baton.kv.keys import block_keys
 from baton.model.card import Model
@@ -85,9 +86,13 @@ class Prompts:
         """Block keys of the prompt together with output that a resume counts as prompt."""
         return tuple(block_keys(self._root, [*prompt.ids, *emitted])) if emitted else prompt.keys
 
-    def continuation(self, text: str) -> list[int]:
-        """Output that came as text, as the tokens that a resume counts as prompt."""
-        return self._model.tokenizer.encode_continuation(text)
+    def joined(self, received: Sequence[int], text: str) -> list[int]:
+        """Output that came as tokens and then as text, as the tokens that a resume counts as prompt.
+
+        A character that the tokens only began is in the text as a whole.
+        """
+        tokenizer = self._model.tokenizer
+        return [*whole_characters(tokenizer, received), *tokenizer.encode_continuation(text)]
 
     def _text(self, text: str, add_special: bool, param: str, limit: int, *, chat: bool = False) -> Prompt:
         # No token is longer than the longest: a text of more bytes needs no tokenising to be refused.

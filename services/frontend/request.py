@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -32,7 +32,7 @@ from services.frontend.sessions import Sessions
 from services.frontend.turn import MERGED, Turn
 
 MAX_FAILURES = 6
-"""Attempts in a row that may fail without one new token."""
+"""Attempts in a row of one output that may fail without one new token."""
 START_PATIENCE_S = 3.0
 """How long a request without a token waits when nobody is there to take it (not when they are full)."""
 NO_ATTEMPT = -1
@@ -42,6 +42,9 @@ _log = structlog.get_logger()
 
 _UNREACHABLE = frozenset({Reason.DECODE_UNAVAILABLE, Reason.SESSION_LOST})
 _NOBODY = _UNREACHABLE | {Reason.ROUTER_UNAVAILABLE}
+_AWAY = frozenset({Reason.DECODE_UNAVAILABLE})
+_TOO_MUCH = frozenset({Reason.INVALID_REQUEST, Reason.CONTEXT_LENGTH_EXCEEDED})
+"""What a router says when those that are left cannot do what is asked, or not at this length."""
 _NO_PLACE = frozenset(
     {
         Reason.NO_CAPACITY,
@@ -83,13 +86,15 @@ class Work:
     choices: int
     deadline: float
     merged_only: bool = False
+    shows: frozenset[str] = frozenset()
+    """What is shown of the tokens, by the names of `baton.engine.needs`."""
     turn: Turn | None = None
     """Of the batch lane: when and where it may run."""
 
     @property
     def needs(self) -> list[str]:
         """What of it not every engine can do."""
-        return sorted(needs(sampling_from_pb(self.sampling)))
+        return sorted(needs(sampling_from_pb(self.sampling)) | self.shows)
 
 
 @dataclass(slots=True)
@@ -141,15 +146,47 @@ class Broken:
     """How long its worker had given no sign of progress by then."""
 
 
-Item = Output | Broken
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """Nobody could go on with what a leg left: the request ends with `error`."""
+
+    error: Exception
+
+
+Item = Output | Broken | Unmended
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Attempts in a row that the same outputs lost without a new token. `since`: `time.monotonic()` of the first loss.
+
+    Of each leg its own: eight outputs whose worker dies under them have failed once each, and not eight times.
+    """
+
+    failures: int = 0
+    since: float = 0.0
+
+    def longer(self, at: float) -> Row:
+        """With one more, lost at `at`."""
+        return Row(self.failures + 1, self.since or at)
+
+
+NOTHING_LOST = Row()
 
 
 class Leg:
     """One attempt on one worker, as the session sees it."""
 
     def __init__(
-        self, generation: Generation, attempt: int, choices: tuple[int, ...], plan: worker_pb2.Plan, session: Session
+        self,
+        generation: Generation,
+        attempt: int,
+        choices: tuple[int, ...],
+        plan: worker_pb2.Plan,
+        session: Session,
+        row: Row,
     ) -> None:
+        """`row`: what its choices have lost before it."""
         self.generation = generation
         self.attempt = attempt
         self.choices = choices
@@ -161,6 +198,12 @@ class Leg:
         self.tokens = 0
         self.resumes: Broken | None = None
         """What it goes on from; None when the client has nothing yet."""
+        self._row = row
+
+    @property
+    def row(self) -> Row:
+        """What its choices have lost in a row; nothing once it has given a token."""
+        return NOTHING_LOST if self.first_token else self._row
 
     @property
     def key(self) -> tuple[str, int]:
@@ -179,7 +222,10 @@ class Leg:
 class Generation:
     """One prompt's request over all its attempts. `close` on every path."""
 
-    def __init__(self, work: Work, backend: Backend, inbox: Inbox[Item]) -> None:
+    def __init__(
+        self, work: Work, backend: Backend, inbox: Inbox[Item], told: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`told`: whether the client has something of this or another prompt of the same answer."""
         self.work = work
         self.plan = worker_pb2.Plan()
         """The latest plan that a worker accepted."""
@@ -195,21 +241,34 @@ class Generation:
         self._choices = [Choice(i) for i in range(work.choices)]
         self._legs: dict[int, Leg] = {}
         self._exclude: set[str] = set()
-        self._failures = 0
+        self._told = told
+        self._mending = asyncio.Lock()
         if work.turn is not None:
-            work.turn.bind(self._give_way, self._begun, [*work.needs, *([MERGED] if work.merged_only else [])])
+            work.turn.bind(self._give_way, self._generating, [*work.needs, *([MERGED] if work.merged_only else [])])
 
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
         return all(choice.finished for choice in self._choices)
 
+    @property
+    def begun(self) -> bool:
+        """Whether the client has something of a choice."""
+        return any(choice.begun for choice in self._choices)
+
     async def start(self) -> None:
         """Place and submit every choice. Raises BatonError when no worker takes it."""
         await self._launch(tuple(range(self.work.choices)), ())
 
     async def mend(self, broken: Broken) -> None:
-        """Go on elsewhere with what a broken leg left. Raises BatonError when that cannot be, with the reason."""
+        """Go on elsewhere with what a broken leg left, one leg after another: attempts are numbered as they are placed.
+
+        Raises BatonError when that cannot be, with the reason.
+        """
+        async with self._mending:
+            await self._mend(broken)
+
+    async def _mend(self, broken: Broken) -> None:
         theirs = [self._choices[i] for i in broken.leg.choices]
         left = [choice for choice in theirs if not choice.finished and choice.attempt == NO_ATTEMPT]
         for choice in left:
@@ -219,10 +278,10 @@ class Generation:
             return
         fresh = tuple(choice.index for choice in left if not choice.begun)
         begun = [choice for choice in left if choice.begun]
-        self._judge(broken, resumed=bool(begun))
+        row = self._judge(broken, resumed=bool(begun))
         if fresh:
             self._note(RouteReason.HANDBACK if broken.handback else RouteReason.REROUTED)
-            await self._launch(fresh, (), broken)
+            await self._launch(fresh, (), broken, row)
         for choice in begun:
             await self._text_to_tokens(choice)
             self._finish_if_over(choice)  # its text may come to more tokens than were counted
@@ -232,7 +291,7 @@ class Generation:
             lost, tokens = broken.leg.plan.worker.id, len(choice.received)
             _log.info("output moves", uid=self.work.uid, lost=lost, tokens=tokens, error=str(broken.error))
             self._backend.metrics.resumes.labels(broken.error.reason.name).inc()
-            await self._launch((choice.index,), choice.received, broken)
+            await self._launch((choice.index,), choice.received, broken, row)
 
     def end_choice(self, index: int) -> None:
         """The frontend has seen enough of a choice (a stop string): take nothing more of it."""
@@ -255,7 +314,7 @@ class Generation:
         for leg in list(self._legs.values()):
             self.on_broken(leg, BatonError(Reason.PREEMPTED, "it gave way to others"), handback=False)
 
-    def _begun(self) -> bool:
+    def _generating(self) -> bool:
         return bool(self._legs) and all(leg.first_token for leg in self._legs.values())
 
     def on_event(self, leg: Leg, event: worker_pb2.Event) -> None:
@@ -346,7 +405,6 @@ class Generation:
             leg.first_token = time.monotonic()
             self._measure(leg)
         leg.tokens += tokens
-        self._failures = 0
 
     async def _text_to_tokens(self, choice: Choice) -> None:
         """What came as text is tokens to whoever goes on with it."""
@@ -354,7 +412,7 @@ class Generation:
         choice.text.clear()
         choice.characters = choice.text_tokens = 0
         if text:
-            choice.received.extend(await asyncio.to_thread(self._backend.prompts.continuation, text))
+            choice.received = await asyncio.to_thread(self._backend.prompts.joined, choice.received, text)
 
     def _measure(self, leg: Leg) -> None:
         """What a resume cost the client, by what was waited for."""
@@ -385,27 +443,34 @@ class Generation:
             choice.finished = True
             self._inbox.put(Output(self, choice.index, (), (), finish))
 
-    def _judge(self, broken: Broken, *, resumed: bool) -> None:
+    def _judge(self, broken: Broken, *, resumed: bool) -> Row:
         """Whether to go on after a failure, and whom to leave out. Raises the failure when not."""
         error, plan = broken.error, broken.leg.plan
         if error.reason is Reason.PREEMPTED:
-            return
-        self._failures += 1
+            return broken.leg.row
+        row = broken.leg.row.longer(broken.at)
+        # A worker takes what it must fail until it knows that its engine is away: no fault of the request's.
+        patience = self._backend.resume_patience_s if resumed and error.reason in _AWAY else 0.0
+        over = row.failures > MAX_FAILURES and time.monotonic() - row.since >= patience
         # Strict forbids another way to run, not another pair that runs as planned.
         moved = error.reason is Reason.DRAINING
         unplanned = not moved and (broken.handback or error.reason not in _UNREACHABLE)
         strict = self._backend.fallback == worker_pb2.FALLBACK_STRICT and unplanned and not resumed
-        if not error.reason.retryable or strict or self._failures > MAX_FAILURES:
+        if not error.reason.retryable or strict or over:
             raise error
         if broken.handback and error.reason is not Reason.DRAINING:
             # The streaming worker is well; what it was to get the KV from is not.
             self._exclude.update(t.id for t in (plan.prefill, plan.alternate) if t.id)
         else:
             self._exclude.add(plan.worker.id)
+        return row
 
-    async def _launch(self, indices: tuple[int, ...], emitted: Sequence[int], broken: Broken | None = None) -> None:
+    async def _launch(
+        self, indices: tuple[int, ...], emitted: Sequence[int], broken: Broken | None = None, row: Row = NOTHING_LOST
+    ) -> None:
         """Route and Submit until a worker takes the choices. Raises the last BatonError when none does."""
-        began = time.monotonic()
+        began, refusals = time.monotonic(), row.failures
+        told = broken is not None and (self.begun or self._told())
         low, high = _RETRY_S
         refusal = None if broken is None else broken.error
         while True:
@@ -414,9 +479,9 @@ class Generation:
             except BatonError as error:
                 if await self._turned_away(error):
                     continue
-                patience = began + self._patience_s(emitted, error)
+                patience = began + self._patience_s(told, error)
                 # What has been taken once was right: those who could do it are away.
-                absent = error.reason in _NO_PLACE or (bool(emitted) and error.reason is Reason.INVALID_REQUEST)
+                absent = error.reason in _NO_PLACE or (broken is not None and error.reason in _TOO_MUCH)
                 if absent and time.monotonic() < patience and time.time() < self.work.deadline:
                     # Whoever was left out may be back by now.
                     self._exclude.clear()
@@ -427,15 +492,15 @@ class Generation:
                     raise refusal from error
                 raise
             try:
-                await self._submit(plan, indices, emitted, broken)
+                await self._submit(plan, indices, emitted, broken, row)
                 return
             except BatonError as error:
                 if await self._turned_away(error):
                     continue
                 self._backend.metrics.attempt_failures.labels(error.reason.name).inc()
-                self._failures += error.reason not in _UNREACHABLE
-                patience = began + self._patience_s(emitted, error)
-                if not error.reason.retryable or (self._failures > MAX_FAILURES and time.monotonic() >= patience):
+                refusals += error.reason not in _UNREACHABLE
+                patience = began + self._patience_s(told, error)
+                if not error.reason.retryable or (refusals > MAX_FAILURES and time.monotonic() >= patience):
                     raise
                 refusal = error
                 self._exclude.add(plan.worker.id)
@@ -463,18 +528,18 @@ class Generation:
         await turn.refused(error.reason)
         return True
 
-    def _patience_s(self, emitted: Sequence[int], refusal: BatonError) -> float:
-        """How long to look for a worker: an output that has begun is worth more waiting than a refusal in time."""
-        if emitted:
+    def _patience_s(self, told: bool, refusal: BatonError) -> float:
+        """How long to look for a worker: an answer that has begun is worth more waiting than a refusal in time."""
+        if told:
             return self._backend.resume_patience_s
         return START_PATIENCE_S if refusal.reason in _NOBODY else 0.0
 
     async def _submit(
-        self, plan: worker_pb2.Plan, indices: tuple[int, ...], emitted: Sequence[int], broken: Broken | None
+        self, plan: worker_pb2.Plan, indices: tuple[int, ...], emitted: Sequence[int], broken: Broken | None, row: Row
     ) -> None:
         backend, work = self._backend, self.work
         session = backend.sessions.to(plan.worker)
-        leg = Leg(self, self.attempts, indices, plan, session)
+        leg = Leg(self, self.attempts, indices, plan, session, row)
         leg.resumes = broken if emitted else None
         self.attempts += 1
         request = worker_pb2.SubmitRequest(

@@ -193,6 +193,7 @@ def own_choice(
     """The least busy connected worker of the model (merged before decode when equal), or None."""
     best: tuple[float, bool, float] | None = None
     chosen: registry_pb2.Worker | None = None
+    epoch = 0
     for id, worker in workers.items():
         session = sessions.get(id)
         merged = worker.role == registry_pb2.ROLE_MERGED
@@ -203,15 +204,17 @@ def own_choice(
             continue
         if session is None or not session.connected or session.draining:
             continue
+        if worker.max_context and request.prompt_tokens >= worker.max_context:
+            continue
         score = (session.load / max(1, worker.max_streams), not merged, random.random())
         if best is None or score < best:
-            best, chosen = score, worker
+            best, chosen, epoch = score, worker, session.epoch
     if chosen is None:
         return None
     merged = chosen.role == registry_pb2.ROLE_MERGED
     return worker_pb2.Plan(
         mode=worker_pb2.MODE_MERGED if merged else worker_pb2.MODE_LOCAL,
-        worker=worker_pb2.Target(id=chosen.id, address=chosen.address, epoch=chosen.epoch),
+        worker=worker_pb2.Target(id=chosen.id, address=chosen.address, epoch=epoch),
         reasons=[RouteReason.MERGED_FALLBACK if merged else RouteReason.LOCAL_FALLBACK],
         local_is_cheapest=not merged,
     )

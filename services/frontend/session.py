@@ -113,6 +113,11 @@ class Session:
         return self._open.is_set()
 
     @property
+    def epoch(self) -> int:
+        """Of the process that answers: news of its restart come here before they come to the registry."""
+        return self._epoch
+
+    @property
     def draining(self) -> bool:
         """Whether the worker said that it takes nothing new."""
         return self.heartbeat is not None and self.heartbeat.draining

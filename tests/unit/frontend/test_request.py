@@ -161,6 +161,7 @@ class Reader:
             if isinstance(item, Broken):
                 await self.generation.mend(item)
             else:
+                assert isinstance(item, Output)
                 self.take(item)
 
     def take(self, item: Output) -> None:

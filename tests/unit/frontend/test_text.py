@@ -155,6 +155,31 @@ async def test_tokens_that_break_are_resumed_as_text(model: Model, have: int) ->
         assert text == TEXT
 
 
+async def test_a_character_that_is_said_again_is_once_in_what_goes_on(model: Model) -> None:
+    """Tokens that end within a character, the text of that character, tokens again: nothing of it is twice."""
+    begun = model.tokenizer.encode("a😀", add_special=False)[:-1]
+
+    async def tokens(attempt: Attempt) -> None:
+        await attempt.tokens(begun, offset=0)
+        await asyncio.sleep(0.05)
+        attempt.worker.cut()
+
+    async def text(attempt: Attempt) -> None:
+        await say(attempt, "😀b", size=1)
+        await asyncio.sleep(0.05)
+        attempt.worker.cut()
+
+    async def ends(attempt: Attempt) -> None:
+        emitted = list(attempt.message.emitted_ids)
+        await attempt.tokens(model.tokenizer.encode("c", add_special=False), offset=len(emitted), finish="length")
+
+    last = ScriptedWorker("torch-2", ends)
+    async with running(model, ScriptedWorker("torch", tokens), ScriptedWorker("up", text), last) as stack:
+        said, _ = await stream_text(stack)
+    assert said == "a😀bc"
+    assert model.tokenizer.decode(list(last.attempts[0].message.emitted_ids)) == "a😀b"
+
+
 async def test_what_comes_twice_or_too_far_is_not_taken(model: Model) -> None:
     async def stutters(attempt: Attempt) -> None:
         await attempt.send(piece(attempt, TEXT[:5], 0, 1))
@@ -180,5 +205,7 @@ async def test_what_a_request_needs_goes_to_the_router(model: Model) -> None:
     async with running(model, ScriptedWorker("up", says(model))) as stack:
         await completion(stack, logprobs=1, top_k=5, temperature=1, ignore_eos=True)
         await completion(stack, temperature=0.5)
+        await completion(stack, return_token_ids=True)
+        await completion(stack, skip_special_tokens=False)
         needs = [list(request.needs) for request in stack.router.requests]
-        assert needs == [["ignore_eos", "logprobs", "top_k"], []]
+        assert needs == [["ignore_eos", "logprobs", "top_k"], [], ["return_token_ids"], ["skip_special_tokens"]]
