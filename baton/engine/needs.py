@@ -21,6 +21,8 @@ PRESENCE_PENALTY: Final = "presence_penalty"
 MIN_TOKENS: Final = "min_tokens"
 STOP_TOKEN_IDS: Final = "stop_token_ids"
 IGNORE_EOS: Final = "ignore_eos"
+EMBEDDINGS: Final = "embeddings"
+"""`Engine.embed`."""
 GRAMMAR: Final = "grammar:"
 """And a kind: an output that follows a grammar of it."""
 GRAMMARS: Final = {kind: f"{GRAMMAR}{kind.value}" for kind in GrammarKind}
@@ -37,6 +39,7 @@ ALL: Final = frozenset(
         MIN_TOKENS,
         STOP_TOKEN_IDS,
         IGNORE_EOS,
+        EMBEDDINGS,
         *GRAMMARS.values(),
     }
 )

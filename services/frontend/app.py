@@ -21,12 +21,15 @@ from baton.errors import BatonError, Reason
 from services.frontend.api_keys import RequireKey
 from services.frontend.asked import check_model
 from services.frontend.drain import CountRequests
+from services.frontend.embeddings.routes import add_embeddings
 from services.frontend.errors import error_response, internal
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
 from services.frontend.media_type import check_media_type
 from services.frontend.openapi import describe
 from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
+from services.frontend.sglang.routes import add_sglang
+from services.frontend.tokens.routes import add_tokens
 from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
@@ -89,6 +92,9 @@ def create_app(frontend: Frontend) -> FastAPI:
 
     app.add_route("/v1/chat/completions", chat, ["POST"])
     app.add_route("/v1/completions", completions, ["POST"])
+    add_embeddings(app, frontend, _receive)
+    add_tokens(app, frontend, _receive)
+    add_sglang(app, frontend, _receive)
     app.add_route("/v1/baton/explain", explain, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{model:path}", model, ["GET"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -16,9 +17,12 @@ from baton.engine.port import Grammar
 from baton.errors import BatonError, Reason
 from baton.kv.keys import KEY_BYTES
 from baton.model.card import Model
+from services.frontend.embeddings.body import read_embeddings
 from services.frontend.prompt import Prompt, Prompts
-from services.frontend.schema import Options, model_of, parse_chat, parse_completion, parse_json
+from services.frontend.schema import UNASKED, Options, model_of, parse_chat, parse_completion, parse_json
+from services.frontend.sglang.body import read_generate
 from services.frontend.speech import PLAIN, Voice
+from services.frontend.tokens.body import read_detokenize, read_tokenize
 from services.frontend.voices import AUTO, Voices
 
 
@@ -33,6 +37,26 @@ class Asked:
     echo: bool = False
     grammar: Grammar | None = None
     voice: Voice = PLAIN
+    told: bytes = b""
+    """What the answer's format has to know of the body, as JSON; or the answer itself."""
+    each: tuple[tuple[Options, Grammar | None], ...] = ()
+    """Of each prompt, where they have options of their own."""
+
+
+class Api(IntEnum):
+    """Whose body it is."""
+
+    OPENAI = 0
+    """A chat or a completion."""
+    TOKENIZE = 10
+    DETOKENIZE = 11
+    EMBEDDINGS = 12
+    GENERATE = 13
+    """SGLang's."""
+
+
+_MODEL_IS_KNOWN = (Api.TOKENIZE, Api.DETOKENIZE, Api.GENERATE)
+"""Where a body need not name one."""
 
 
 class Reading:
@@ -42,20 +66,50 @@ class Reading:
         self.prompts = Prompts(model)
         self.voices = Voices(model, tools, reasoning)
         self._name = model.name
+        self._model = model
         self._vocab_size = model.tokenizer.vocab_size
 
-    def read(self, body: bytes | bytearray, *, chat: bool | None, limit: int) -> Asked:
-        """The request in `body`. `chat` None: it is one if it has messages; `limit`: tokens of the context.
+    def read(
+        self,
+        body: bytes | bytearray,
+        *,
+        chat: bool | None = True,
+        limit: int,
+        api: Api = Api.OPENAI,
+        earlier: bytes | None = None,
+    ) -> Asked:
+        """The request in `body`. `chat` None: it is one if it has messages; `limit`: tokens of the context; `earlier`:
+        items of the conversation that a response goes on with, as a JSON list.
 
         Raises BatonError with what is wrong with it.
         """
         raw = parse_json(body)
-        check_model(model_of(raw), self._name)
+        if api not in _MODEL_IS_KNOWN or raw.get("model") is not None:
+            check_model(model_of(raw), self._name)
         chat = "messages" in raw if chat is None else chat
         try:
+            if api is not Api.OPENAI:
+                return self._other(api, raw, limit)
             return self._chat(raw, limit) if chat else self._completion(raw, limit)
         except RecursionError:  # orjson reads deeper than json writes
             raise BatonError(Reason.INVALID_REQUEST, "The body is nested too deeply.") from None
+
+    def _other(self, api: Api, raw: Mapping[str, Any], limit: int) -> Asked:
+        if api is Api.EMBEDDINGS:
+            inputs, told = read_embeddings(raw, self._model.tokenizer, limit, self._model.hidden_size)
+            return Asked(UNASKED, tuple(Prompt(ids, (), "") for ids in inputs), chat=False, told=told)
+        if api is Api.GENERATE:
+            body = read_generate(raw, self._model.tokenizer.vocab_size)
+            prompts = [
+                self.prompts.text(one, limit, param="text")
+                if isinstance(one, str)
+                else self.prompts.ids(one, limit, spelled=False, param="input_ids")
+                for one in body.prompts
+            ]
+            each = tuple((options, self.voices.grammar(None, options.structure)) for options in body.options)
+            return Asked(body.options[0], tuple(prompts), chat=False, told=body.told, each=each)
+        read = read_tokenize if api is Api.TOKENIZE else read_detokenize
+        return Asked(UNASKED, (), chat=False, told=read(raw, self._model, self.voices, self.prompts, limit))
 
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
         body = parse_chat(raw, self._vocab_size)
@@ -108,6 +162,8 @@ class _Asked(msgspec.Struct, array_like=True, tag=True):
     echo: bool
     grammar: Grammar | None
     voice: Voice
+    told: bytes
+    each: list[tuple[Options, Grammar | None]]
 
 
 class _Refused(msgspec.Struct, array_like=True, tag=True):
@@ -125,7 +181,10 @@ def pack(answer: Asked | BatonError) -> bytes:
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
     prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
-    return _encode(_Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice))
+    each = list(answer.each)
+    return _encode(
+        _Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice, answer.told, each)
+    )
 
 
 def unpack(data: bytes) -> Asked:
@@ -134,7 +193,16 @@ def unpack(data: bytes) -> Asked:
     if isinstance(answer, _Refused):
         raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param)
     prompts = tuple(_unpacked(prompt) for prompt in answer.prompts)
-    return Asked(answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice)
+    return Asked(
+        answer.options,
+        prompts,
+        answer.chat,
+        answer.echo,
+        answer.grammar,
+        answer.voice,
+        answer.told,
+        tuple(answer.each),
+    )
 
 
 def _unpacked(prompt: _Prompt) -> Prompt:

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from baton.errors import BatonError
 from baton.model.tokenizer import Tokenizer
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.detokenise import Piece, TokenText
+from services.frontend.errors import error_event
 from services.frontend.logprobs import TextLogprobs, chat_logprobs
 from services.frontend.speech import PLAIN, Voice
 from services.frontend.spoken import Spoken
@@ -86,6 +88,12 @@ class Format(Protocol):
     def collect(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> None:
         """Keep a piece for `body`."""
 
+    def done(self) -> bytes:
+        """What ends a whole stream."""
+
+    def failed(self, error: BatonError) -> bytes:
+        """The last event of a stream that has begun and cannot go on."""
+
 
 class _Base:
     """What both formats share: the head of every object, and event framing."""
@@ -117,6 +125,12 @@ class _Base:
 
     def so_far(self, usage: Usage) -> None:
         self._usage_so_far = usage
+
+    def done(self) -> bytes:
+        return DONE
+
+    def failed(self, error: BatonError) -> bytes:
+        return error_event(error)
 
     def _new_ids(self, piece: Piece) -> list[int] | UnsetType:
         return UNSET if self._prompt_ids is None else list(piece.ids)

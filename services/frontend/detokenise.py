@@ -32,6 +32,10 @@ class Piece(NamedTuple):
     finish: str
     ids: Sequence[int] = ()
     """Every token taken, when they are asked for; one that ends the output and is not shown included."""
+    taken: int = 0
+    """How many tokens that were."""
+    stop: str = ""
+    """The stop string that ended the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ class ChoiceText:
             if self._stops.stopped:
                 finish = "stop"
                 break
-        return self._shown_piece(text, finish, ids[: self.tokens - before] if self._tell_ids else ())
+        taken = self.tokens - before
+        return self._shown_piece(text, finish, ids[:taken] if self._tell_ids else (), taken)
 
     def push_text(self, text: str, tokens: int, finish: str) -> Piece:
         """Take what an engine answered as text, for `tokens` tokens. It begins with a whole character: of one that
@@ -124,14 +129,14 @@ class ChoiceText:
         self.tokens += tokens
         self._decoded += len(text)
         shown = text if self.tokens <= self._min_tokens else self._stops.push(text)
-        return self._shown_piece(shown, "stop" if self._stops.stopped else finish)
+        return self._shown_piece(shown, "stop" if self._stops.stopped else finish, taken=tokens)
 
-    def _shown_piece(self, text: str, finish: str, ids: Sequence[int] = ()) -> Piece:
+    def _shown_piece(self, text: str, finish: str, ids: Sequence[int] = (), taken: int = 0) -> Piece:
         if finish and not self._stops.stopped:
             text += self._stops.flush()
         self._shown += len(text)
         self.finish = finish
-        return Piece(text, self._release(), finish, ids)
+        return Piece(text, self._release(), finish, ids, taken, self._stops.matched)
 
     def _go_on_from_text(self) -> None:
         """Tokens after text: the decoder hears that text first, for it may treat a beginning otherwise."""

@@ -17,9 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
 from services.frontend.call import Call, IndexedPiece
-from services.frontend.chunks import DONE, Format
+from services.frontend.chunks import Format
 from services.frontend.drain import Requests
-from services.frontend.errors import error_event, error_response, internal
+from services.frontend.errors import error_response, internal
 from services.frontend.metrics import FrontendMetrics
 
 ABORT_EXTENSION = "baton.abort"
@@ -28,7 +28,7 @@ ABORT_EXTENSION = "baton.abort"
 LONG_TOKENS = 512
 """A whole answer of more tokens is written in a thread."""
 
-_SSE_HEADERS = (
+SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -50,12 +50,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Job:
-    """A request whose body is here. `prepare` reads it; `leave` is called when all is over."""
+    """A request whose body is here. `prepare` reads it, and may answer it too; `leave` is called when all is over."""
 
     uid: str
     endpoint: str
-    prepare: Callable[[], Awaitable[Prepared]]
+    prepare: Callable[[], Awaitable[Prepared | Response]]
     leave: Callable[[], None]
+    refuse: Callable[[BatonError], Response] = error_response
+    """How it is answered when it fails before its first byte."""
 
 
 class CompletionResponse(Response):
@@ -67,6 +69,7 @@ class CompletionResponse(Response):
         self._requests = requests
         self._stall_s = client_stall_s
         self._begun = time.monotonic()
+        self._streaming: Format | None = None
         self._headers_sent = False
         self.background = None
 
@@ -74,7 +77,7 @@ class CompletionResponse(Response):
         """Serve it to the end, or until the client has gone."""
         self._metrics.active.inc()
         work = asyncio.create_task(self._serve(scope, receive, send), name=f"request {self._job.uid}")
-        gone = asyncio.create_task(_disconnected(receive), name=f"watch {self._job.uid}")
+        gone = asyncio.create_task(disconnected(receive), name=f"watch {self._job.uid}")
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -95,9 +98,15 @@ class CompletionResponse(Response):
             async with self._requests.limited():
                 with self._metrics.waiting.track_inprogress():
                     prepared = await self._job.prepare()
-                    call = prepared.call
-                    await call.start()
-                    first = await call.pieces()
+                    if not isinstance(prepared, Response):
+                        call = prepared.call
+                        await call.start()
+                        first = await call.pieces()
+                if isinstance(prepared, Response):
+                    self._headers_sent = True
+                    await prepared(scope, receive, send)
+                    outcome = "ok"
+                    return
                 self._metrics.ttft.observe(time.monotonic() - self._begun)
                 if prepared.stream:
                     await self._stream(prepared, first, send)
@@ -116,14 +125,15 @@ class CompletionResponse(Response):
             # Workers are told first: whatever the client does next must not keep them busy.
             if call is not None:
                 call.close(failure.reason if failure is not None else None)
-                self._count(call, outcome)
+                count_call(call, self._metrics)
             self._metrics.requests.labels(self._job.endpoint, outcome).inc()
         if failure is not None:
             await self._fail(failure, scope, receive, send)
 
     async def _stream(self, prepared: Prepared, pieces: list[IndexedPiece], send: Send) -> None:
         call, format = prepared.call, prepared.format
-        await self._start(call, send, list(_SSE_HEADERS))
+        self._streaming = format
+        await self._start(call, send, list(SSE_HEADERS))
         ended = 0
         while True:
             events: list[bytes] = []
@@ -140,7 +150,7 @@ class CompletionResponse(Response):
             if call.finished:
                 if prepared.include_usage:
                     events.append(format.usage(call.usage(), call.story()))
-                events.append(DONE)
+                events.append(format.done())
             if events:
                 body = b"".join(events)
                 await self._send(send, {"type": "http.response.body", "body": body, "more_body": not call.finished})
@@ -181,11 +191,11 @@ class CompletionResponse(Response):
         if error.reason is Reason.SLOW_CLIENT:
             self._cut_off(scope)
         elif not self._headers_sent:
-            await error_response(error)(scope, receive, send)
-        else:
+            await self._job.refuse(error)(scope, receive, send)
+        elif self._streaming is not None:
             # The stream has begun: one error event and no [DONE], so nobody takes it for complete.
             try:
-                await self._send(send, {"type": "http.response.body", "body": error_event(error)})
+                await self._send(send, {"type": "http.response.body", "body": self._streaming.failed(error)})
             except BatonError:
                 self._cut_off(scope)
 
@@ -193,12 +203,14 @@ class CompletionResponse(Response):
         self._metrics.slow_clients.inc()
         abort_connection(scope)
 
-    def _count(self, call: Call, outcome: str) -> None:
-        usage, story = call.usage(), call.story()
-        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.output_tokens.inc(usage.completion_tokens)
-        self._metrics.kv_bytes.inc(story["kv_bytes"])
-        self._metrics.count_route(story["mode"], story["reasons"])
+
+def count_call(call: Call, metrics: FrontendMetrics) -> None:
+    """What a call that has ended adds to the counters."""
+    usage, story = call.usage(), call.story()
+    metrics.prompt_tokens.inc(usage.prompt_tokens)
+    metrics.output_tokens.inc(usage.completion_tokens)
+    metrics.kv_bytes.inc(story["kv_bytes"])
+    metrics.count_route(story["mode"], story["reasons"])
 
 
 def abort_connection(scope: Scope) -> None:
@@ -213,6 +225,7 @@ async def _at_once(work: Callable[..., Any], *args: Any) -> Any:
     return work(*args)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -67,6 +67,30 @@ class Options:
     """The field that `max_tokens` came from."""
 
 
+UNASKED = Options(
+    model="",
+    stream=False,
+    include_usage=False,
+    n=1,
+    max_tokens=None,
+    seed=None,
+    temperature=None,
+    top_p=None,
+    top_k=None,
+    min_p=None,
+    repetition_penalty=None,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    min_tokens=0,
+    ignore_eos=False,
+    stop=(),
+    stop_token_ids=(),
+    logprobs=None,
+)
+"""Of a body that asks for no output."""
+
+
 @dataclass(frozen=True)
 class ChatBody:
     """A chat request. Message contents are text; `variables` go to the chat template."""
@@ -131,7 +155,7 @@ def parse_chat(raw: Mapping[str, Any], vocab_size: int) -> ChatBody:
     if continue_final and messages[-1]["role"] != "assistant":
         raise invalid("'continue_final_message' needs a last message of the assistant.", "continue_final_message")
     return ChatBody(
-        _options(fields, logprobs=(top or 0) if wanted else None, least_tokens=1),
+        read_options(fields, logprobs=(top or 0) if wanted else None, least_tokens=1),
         messages,
         fields.object("chat_template_kwargs"),
         generation_prompt,
@@ -146,7 +170,7 @@ def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
     fields = Fields(raw, vocab_size)
     fields.refuse("suffix", why="is not supported: the model continues a text and cannot fill a gap in it")
     fields.refuse("prompt_embeds")
-    options = _options(fields, logprobs=fields.integer("logprobs", 0, 20), least_tokens=0)
+    options = read_options(fields, logprobs=fields.integer("logprobs", 0, 20), least_tokens=0)
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     if best_of is not None and best_of != options.n:
         raise invalid("'best_of' other than 'n' is not supported; ask for 'n' outputs and choose.", "best_of")
@@ -159,7 +183,8 @@ def parse_completion(raw: Mapping[str, Any], vocab_size: int) -> CompletionBody:
     return CompletionBody(options, prompts, echo, fields.boolean("add_special_tokens", default=True))
 
 
-def _options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Options:
+def read_options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> Options:
+    """What chat and completions have in common. Raises BatonError(INVALID_REQUEST) with the field at fault."""
     for name in _NEVER:
         fields.refuse(name)
     huge = (1 << 63) - 1

@@ -19,6 +19,8 @@ class StopStrings:
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.stopped = False
+        self.matched = ""
+        """The stop string that was completed."""
 
     def push(self, text: str) -> str:
         """The text that may be shown now; `stopped` tells whether a stop string was completed."""
@@ -27,8 +29,9 @@ class StopStrings:
         if not self._stops:
             return text
         buffer = self._held + text
-        cut = self._find(buffer)
-        if cut is not None:
+        found = self._find(buffer)
+        if found is not None:
+            cut, self.matched = found
             self.stopped = True
             self._held = ""
             return buffer[:cut]
@@ -41,14 +44,17 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, buffer: str) -> int | None:
-        """Where to cut: the start (or end) of the stop string that is complete first."""
+    def _find(self, buffer: str) -> tuple[int, str] | None:
+        """Where to cut: the start (or end) of the stop string that is complete first; and that string."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
             start = buffer.find(stop)
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
-        return None if best is None else best[0 if self._include else 1]
+        if best is None:
+            return None
+        end, start = best
+        return end if self._include else start, buffer[start:end]
 
     def _possible(self, buffer: str) -> int:
         """The length of the longest suffix with which a stop string begins."""

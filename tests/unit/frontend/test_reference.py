@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,42 @@ import pytest
 
 from baton.errors import BatonError
 from services.frontend.app import create_app
+from services.frontend.embeddings.body import parse_embeddings
 from services.frontend.openapi import describe
-from services.frontend.reference import CHAT, COMPLETIONS, ENDPOINTS, FIELDS, fields, tables
+from services.frontend.reference import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    ENDPOINTS,
+    FIELDS,
+    GENERATE,
+    TOKENIZE,
+    fields,
+    tables,
+)
 from services.frontend.schema import parse_chat, parse_completion
+from services.frontend.sglang.body import NOT_SAMPLING, SAMPLING, read_generate
+from services.frontend.tokens.body import parse_detokenize, parse_tokenize
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 HI = [{"role": "user", "content": "hi"}]
-GOOD: dict[str, dict[str, Any]] = {CHAT: {"model": "m", "messages": HI}, COMPLETIONS: {"model": "m", "prompt": "p"}}
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": HI},
+    COMPLETIONS: {"model": "m", "prompt": "p"},
+    EMBEDDINGS: {"model": "m", "input": "p"},
+    TOKENIZE: {"messages": HI},
+    DETOKENIZE: {"tokens": [1]},
+    GENERATE: {"text": "p"},
+}
+PARSERS: dict[str, Callable[[Any], Any]] = {
+    CHAT: lambda body: parse_chat(body, 1000),
+    COMPLETIONS: lambda body: parse_completion(body, 1000),
+    EMBEDDINGS: lambda body: parse_embeddings(body, 1000, 8),
+    TOKENIZE: parse_tokenize,
+    DETOKENIZE: lambda body: parse_detokenize(body, 1000),
+    GENERATE: lambda body: read_generate(body, 1000),
+}
 
 
 class Noted(dict[str, Any]):
@@ -31,21 +61,34 @@ class Noted(dict[str, Any]):
 
 
 def parse(path: str, body: dict[str, Any]) -> Any:
-    return (parse_chat if path == CHAT else parse_completion)(body, 1000)
+    body.get("model")  # is read before what else there is
+    return PARSERS[path](body)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def with_field(path: str, name: str, value: Any) -> dict[str, Any]:
+    outer, _, inner = name.partition(".")
+    return GOOD[path] | {outer: {inner: value} if inner else value}
+
+
+@pytest.mark.parametrize("path", GOOD)
 def test_every_field_that_is_read_is_in_the_table_and_the_other_way(path: str) -> None:
     body = Noted(GOOD[path])
     parse(path, body)
-    assert body.read == {field.name for field in fields(path) if field.status != "ignored"}
+    named = {field.name for field in fields(path) if field.status != "ignored"}
+    assert body.read == {name for name in named if "." not in name}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_every_sampling_parameter_of_generate_is_in_the_table() -> None:
+    status = {field.name.partition(".")[2]: field.status for field in fields(GENERATE) if "." in field.name}
+    assert {name for name, one in status.items() if one == "works"} == set(SAMPLING)
+    assert {name for name, one in status.items() if one == "refused"} == set(NOT_SAMPLING)
+
+
+@pytest.mark.parametrize("path", GOOD)
 def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
     for field in fields(path):
         for value in ("x", ["x"], {"x": "y"}, True, 7):
-            body = GOOD[path] | {field.name: value}
+            body = with_field(path, field.name, value)
             if field.status == "refused":
                 with pytest.raises(BatonError) as caught:
                     parse(path, body)
@@ -54,7 +97,7 @@ def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
                 assert parse(path, body) == parse(path, GOOD[path])
         if field.status == "refused":
             for value in (None, False, "", [], {}):
-                assert parse(path, GOOD[path] | {field.name: value}) == parse(path, GOOD[path])
+                assert parse(path, with_field(path, field.name, value)) == parse(path, GOOD[path])
 
 
 def test_a_field_is_listed_once_for_each_endpoint() -> None:

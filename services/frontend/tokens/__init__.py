@@ -1,0 +1,1 @@
+"""`/tokenize` and `/detokenize`: what the served model makes of a text, without running it."""
