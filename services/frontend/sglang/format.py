@@ -67,7 +67,7 @@ class GenerateFormat:
     def chunks(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> list[bytes]:
         """The output so far, when there is more of it."""
         self.collect(index, piece, prompt_logprobs)
-        return [self._event(index, None)] if piece.text or piece.taken or prompt_logprobs else []
+        return [self._event(index, None, ended=False)] if piece.text or piece.taken or prompt_logprobs else []
 
     def collect(self, index: int, piece: Piece, prompt_logprobs: Sequence[Logprob]) -> None:
         """Take a piece in."""
@@ -106,7 +106,7 @@ class GenerateFormat:
 
     def finish(self, index: int, reason: str, baton: dict[str, Any] | None) -> bytes:
         """The event that ends an output."""
-        return self._event(index, baton)
+        return self._event(index, baton, ended=True)
 
     def so_far(self, usage: Usage) -> None:
         """Every event says it."""
@@ -117,7 +117,7 @@ class GenerateFormat:
 
     def body(self, usage: Usage, baton: dict[str, Any]) -> bytes:
         """The whole answer: an object, or a list of them when more than one was asked for."""
-        made = [self._object(index, baton) for index in range(len(self._outputs))]
+        made = [self._object(index, baton, ended=True) for index in range(len(self._outputs))]
         return _encode(made if self._listed else made[0])
 
     def done(self) -> bytes:
@@ -128,23 +128,23 @@ class GenerateFormat:
         """One error event and nothing more."""
         return error_event(error)
 
-    def _event(self, index: int, baton: Mapping[str, Any] | None) -> bytes:
-        made = self._object(index, baton)
+    def _event(self, index: int, baton: Mapping[str, Any] | None, *, ended: bool) -> bytes:
+        made = self._object(index, baton, ended=ended)
         if self._listed:
             made["index"] = index
         return b"data: " + _encode(made) + b"\n\n"
 
-    def _object(self, index: int, baton: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _object(self, index: int, baton: Mapping[str, Any] | None, *, ended: bool) -> dict[str, Any]:
         output, wish = self._outputs[index], self._wishes[index // self._n]
         meta: dict[str, Any] = {
             "id": self._rids[index // self._n],
-            "finish_reason": _finish_reason(output, wish),
+            "finish_reason": _finish_reason(output, wish) if ended else None,
             "prompt_tokens": len(wish.ids),
             "completion_tokens": output.tokens,
             "cached_tokens": self._cached(index),
             "weight_version": "default",
         }
-        if output.finish:
+        if ended:
             meta["e2e_latency"] = time.monotonic() - self._begun
         if wish.top is not None:
             meta |= {"input_token_logprobs": output.input, "output_token_logprobs": output.output}
@@ -155,10 +155,8 @@ class GenerateFormat:
         return {"text": output.text, "output_ids": output.ids, "meta_info": meta}
 
 
-def _finish_reason(output: _Output, wish: Wish) -> dict[str, Any] | None:
+def _finish_reason(output: _Output, wish: Wish) -> dict[str, Any]:
     """Why an output ended: its length, a stop string, or a token (which one, where only one can have)."""
-    if not output.finish:
-        return None
     if output.finish == "length":
         return {"type": "length", "length": output.tokens}
     matched: str | int | None = output.stop or None

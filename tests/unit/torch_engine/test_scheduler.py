@@ -286,7 +286,7 @@ def test_embeddings_take_what_prompts_leave_and_a_quarter_at_least(kv: FakeKv) -
     second = kv.embed([1, 2])
     assert planned(kv) == [("a", 1), ("b", 3), (f"embed-{first.id}", 5)]
     assert planned(kv) == [("a", 1), ("b", 1), (f"embed-{first.id}", 8)], "all of it when nobody else is there"
-    assert planned(kv) == [("b", 1), (f"embed-{first.id}", 3), (f"embed-{second.id}", 2)]
+    assert planned(kv) == [("a", 1), ("b", 1), (f"embed-{first.id}", 3), (f"embed-{second.id}", 2)]
     while kv.scheduler.has_work():
         planned(kv)
     assert kv.scheduler.check_integrity() == []
