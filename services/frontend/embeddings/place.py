@@ -109,8 +109,9 @@ class _Placed:
                 if error.reason is Reason.INVALID_REQUEST:
                     message = f"Nobody who serves this model makes embeddings: {error.message}"
                     raise BatonError(Reason.INVALID_REQUEST, message, param="model") from error
-                late = time.monotonic() > patience or time.time() > self._deadline
-                if not error.reason.retryable or late:
+                if not error.reason.retryable or time.time() >= self._deadline:
+                    raise
+                if time.monotonic() > patience:
                     raise (failed or error) from error
                 if error.reason is Reason.NO_CAPACITY:
                     self._tokens = self._group.longest
