@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.frontend.reference import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, GENERATE, TOKENIZE, Json, fields
+from services.frontend.listing import CHAT, COMPLETIONS, Json
+from services.frontend.openapi_native import native_paths
+from services.frontend.reference import fields
 
 _REFUSALS = {
     "400": "the request is wrong: `param` names the field",
@@ -118,61 +120,6 @@ def _get(summary: str, answer: Json, *refusals: str, kind: str = "application/js
     return {"summary": summary, "responses": responses, **more}
 
 
-_EMBEDDINGS = _object(
-    {
-        "object": {"const": "list"},
-        "data": {
-            "type": "array",
-            "items": _object(
-                {
-                    "object": {"const": "embedding"},
-                    "index": _COUNT,
-                    "embedding": {"anyOf": [_STRING, {"type": "array", "items": {"type": "number"}, "minItems": 1}]},
-                }
-            ),
-            "minItems": 1,
-        },
-        "model": _STRING,
-        "usage": _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
-    }
-)
-_TOKENS = _object(
-    {
-        "count": _COUNT,
-        "max_model_len": _COUNT,
-        "tokens": _IDS,
-        "token_strs": {"type": ["array", "null"], "items": _STRING},
-    }
-)
-_GENERATED = _object({"text": _STRING, "output_ids": _IDS, "meta_info": {"type": "object"}})
-_MODEL_INFO = _object({"model_path": _STRING, "tokenizer_path": _STRING, "is_generation": {"const": True}})
-
-
-def _others(model: str) -> Json:
-    """What vLLM and SGLang have beside OpenAI's API."""
-    generated = {"anyOf": [_GENERATED, {"type": "array", "items": _GENERATED}]}
-    generate = _post(GENERATE, model, "text and token-id prompts, as SGLang's", generated, streams=True)
-    info = {"get": _get("the served model, as SGLang tells it", _MODEL_INFO, "401")}
-    server = {"get": _get("the server, as SGLang tells it", _MODEL_INFO, "401")}
-    flush = _get("forget cached prefixes", _STRING, "401", "503", kind="text/plain")
-    health = _get("a token from the model", _STRING, "401", "429", "503", "504", kind="text/plain")
-    return {
-        EMBEDDINGS: {"post": _post(EMBEDDINGS, model, "embeddings", _EMBEDDINGS, streams=False)},
-        TOKENIZE: {"post": _post(TOKENIZE, model, "token ids of a text", _TOKENS, streams=False)},
-        DETOKENIZE: {
-            "post": _post(DETOKENIZE, model, "the text of token ids", _object({"prompt": _STRING}), streams=False)
-        },
-        GENERATE: {"post": generate, "put": generate},
-        "/get_model_info": info,
-        "/model_info": info,
-        "/get_server_info": server,
-        "/server_info": server,
-        "/health_generate": {"get": health},
-        "/flush_cache": {"get": flush, "post": flush},
-        "/version": {"get": _get("Baton's version", _object({"version": _STRING}), security=[])},
-    }
-
-
 def describe(model: str, *, keys: bool) -> Json:
     """The whole description of a server of `model`; `keys`: it asks for API keys."""
     named = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model]}}
@@ -187,6 +134,7 @@ def describe(model: str, *, keys: bool) -> Json:
                 COMPLETIONS, model, "completions", _answer("text_completion", {"text": _STRING}), streams=True
             )
         },
+        **native_paths(model, _post, _get),
         "/v1/baton/explain": {
             "post": _post(CHAT, model, "where a chat or a completion would run", {"type": "object"}, streams=False)
         },
@@ -199,7 +147,6 @@ def describe(model: str, *, keys: bool) -> Json:
         "/ready": {"get": probe},
         "/metrics": {"get": _get("Prometheus", _STRING, kind="text/plain", security=[])},
     }
-    paths |= _others(model)
     scheme: Json = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if keys else {}
     return {
         "openapi": "3.1.0",

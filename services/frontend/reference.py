@@ -5,47 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from services.frontend.embeddings import PATH as EMBEDDINGS
-from services.frontend.embeddings.body import FORMATS, MAX_INPUTS, MAX_TOKENS
+from services.frontend.listing import BOTH, CHAT, COMPLETIONS, HUGE, Endpoint, Field, Json, Status
+from services.frontend.reference_native import NATIVE_ENDPOINTS, NATIVE_FIELDS, native_tables
 from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
-from services.frontend.sglang import PATH as GENERATE
-from services.frontend.sglang.body import DEFAULT_TOKENS, MAX_TOP, NEVER, NOT_SAMPLING
 from services.frontend.tools import MAX_TOOLS
-
-Status = Literal["works", "ignored", "refused"]
-Json = dict[str, Any]
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-BOTH = (CHAT, COMPLETIONS)
-OTHERS = (EMBEDDINGS, TOKENIZE, DETOKENIZE, GENERATE)
-HUGE = (1 << 63) - 1
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One route. `key`: asks for an API key when there are any."""
-
-    method: str
-    path: str
-    note: str
-    key: bool = True
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a request's body. `schema`: what values are taken (JSON Schema), of a field that works."""
-
-    name: str
-    status: Status
-    note: str
-    schema: Json | None = None
-    where: tuple[str, ...] = BOTH
-    required: bool = False
-
 
 ENDPOINTS = (
     Endpoint("POST", CHAT, "chat, whole or streamed"),
@@ -53,21 +18,7 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/models", "the served model"),
     Endpoint("GET", "/v1/models/{model}", "the same, by name; 404 for any other"),
     Endpoint("POST", "/v1/baton/explain", "a chat or completions body: where it would run and why; nothing is started"),
-    Endpoint("POST", EMBEDDINGS, "the mean of the model's last hidden states, at unit length"),
-    Endpoint("POST", TOKENIZE, "vLLM's: token ids of a text or a conversation"),
-    Endpoint("POST", DETOKENIZE, "vLLM's: the text of token ids"),
-    Endpoint(
-        "POST", GENERATE, "SGLang's: text and token-id prompts, whole or streamed (each event has all of it again)"
-    ),
-    Endpoint("PUT", GENERATE, "the same"),
-    Endpoint("GET", "/get_model_info", "SGLang's: the served model"),
-    Endpoint("GET", "/model_info", "the same"),
-    Endpoint("GET", "/get_server_info", "SGLang's: the same with version and context"),
-    Endpoint("GET", "/server_info", "the same"),
-    Endpoint("GET", "/health_generate", "SGLang's: 200 when the model has just said a token"),
-    Endpoint("GET", "/flush_cache", "SGLang's: every worker forgets the prefixes that nobody uses; stores keep theirs"),
-    Endpoint("POST", "/flush_cache", "the same"),
-    Endpoint("GET", "/version", "vLLM's: Baton's version", key=False),
+    *NATIVE_ENDPOINTS,
     Endpoint("GET", "/openapi.json", "this API as OpenAPI 3.1", key=False),
     Endpoint("GET", "/health", "200 while the process lives", key=False),
     Endpoint("GET", "/ready", "200 when a completion can be served, else 503 and what is missing", key=False),
@@ -144,52 +95,8 @@ _PROMPT: Json = {
 }
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
-_INPUTS: Json = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_INPUTS},
-        _IDS | {"minItems": 1},
-        {"type": "array", "items": _IDS | {"minItems": 1}, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
-_SAMPLING: dict[str, tuple[str, Json]] = {
-    "max_new_tokens": (f"{DEFAULT_TOKENS} without; 0: none, log probabilities of the prompt alone", _integer(0, HUGE)),
-    "min_new_tokens": ("", _integer(0, (1 << 31) - 1)),
-    "temperature": ("0: greedy; 1 without, whatever the model's own default is", _number(0, 2)),
-    "top_p": ("", _number(0, 1, exclusiveMinimum=0)),
-    "top_k": ("0 or -1: all", _integer(-1, (1 << 31) - 1)),
-    "min_p": ("", _number(0, 1)),
-    "frequency_penalty": ("", _number(-2, 2)),
-    "presence_penalty": ("", _number(-2, 2)),
-    "repetition_penalty": ("", _number(0.01, 10)),
-    "logit_bias": ("as OpenAI's", {"type": ["object", "null"]}),
-    "n": ("the same for all prompts", _integer(1, MAX_CHOICES)),
-    "stop": (
-        "as OpenAI's",
-        {"anyOf": [{"type": "null"}, _STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
-    ),
-    "stop_token_ids": ("", {"anyOf": [{"type": "null"}, _IDS | {"maxItems": MAX_STOP_IDS}]}),
-    "no_stop_trim": ("the stop string is shown", _BOOLEAN),
-    "ignore_eos": ("", _BOOLEAN),
-    "skip_special_tokens": ("false: control tokens are shown", _BOOLEAN),
-    "sampling_seed": ("", _integer(-HUGE - 1, HUGE)),
-    "regex": ("one of these three", {"type": ["string", "null"], "minLength": 1}),
-    "json_schema": ("the text of a schema", {"type": ["object", "string", "null"]}),
-    "ebnf": ("Lark or GBNF", {"type": ["string", "null"], "minLength": 1}),
-}
-_SAMPLING_PARAMS: Json = {
-    "type": "object",
-    "properties": {name: schema for name, (_, schema) in _SAMPLING.items()},
-}
-
 FIELDS = (
-    _works(
-        "model",
-        "the served name; another one is 404 `model_not_found`",
-        _STRING,
-        (*BOTH, EMBEDDINGS),
-        required=True,
-    ),
+    _works("model", "the served name; another one is 404 `model_not_found`", _STRING, required=True),
     _works(
         "messages",
         "roles system, developer (read as system), user, assistant, tool, function; `content` is a string or text "
@@ -307,86 +214,12 @@ FIELDS = (
     *_rest("ignored", "requests are served by age", "priority"),
     *_rest("ignored", "of beam search", "length_penalty", "early_stopping"),
     *_rest("ignored", "", "spaces_between_special_tokens", "request_id", "kv_transfer_params", "vllm_xargs"),
-    _works(
-        "input",
-        f"text, token ids, or a list of either: up to {MAX_INPUTS}, each within the context, {MAX_TOKENS} tokens "
-        "in all; none may be empty",
-        _INPUTS,
-        (EMBEDDINGS,),
-        required=True,
-    ),
-    _works("encoding_format", "base64: little-endian f32", {"enum": [None, *FORMATS]}, (EMBEDDINGS,)),
-    _works(
-        "dimensions",
-        "the first so many numbers, again at unit length; no more than there are",
-        _integer(1, (1 << 31) - 1),
-        (EMBEDDINGS,),
-    ),
-    _works("add_special_tokens", "false: no BOS before a text", _BOOLEAN, (EMBEDDINGS,)),
-    *_rest("refused", "an input is never cut", "truncate_prompt_tokens", where=(EMBEDDINGS,)),
-    *_rest("refused", "give `input`", "messages", where=(EMBEDDINGS,)),
-    *_rest("ignored", "", "user", "priority", where=(EMBEDDINGS,)),
-    Field("model", "works", "need not be given", {"type": ["string", "null"]}, (TOKENIZE, DETOKENIZE)),
-    Field("prompt", "works", "a text; this or `messages`", {"type": ["string", "null"]}, (TOKENIZE,)),
-    Field("messages", "works", "as in chat", {"type": ["array", "null"], "items": {"type": "object"}}, (TOKENIZE,)),
-    Field("add_special_tokens", "works", "true without for a text, false for a chat", _BOOLEAN, (TOKENIZE,)),
-    *(
-        Field(name, "works", "of a chat", schema, (TOKENIZE,))
-        for name, schema in (
-            ("add_generation_prompt", _BOOLEAN),
-            ("continue_final_message", _BOOLEAN),
-            ("chat_template_kwargs", {"type": ["object", "null"]}),
-            ("tools", {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": MAX_TOOLS}),
-            ("tool_choice", {"anyOf": [{"enum": [None, "none", "auto", "required"]}, {"type": "object"}]}),
-            ("parallel_tool_calls", _BOOLEAN),
-        )
-    ),
-    _works("return_token_strs", "each token's piece of the vocabulary", _BOOLEAN, (TOKENIZE,)),
-    _works("tokens", "ids; control tokens are shown", _IDS, (DETOKENIZE,), required=True),
-    Field("model", "works", "need not be given", {"type": ["string", "null"]}, (GENERATE,)),
-    _works(
-        "text", "a text or a list of texts; this or `input_ids`", {"type": ["string", "array", "null"]}, (GENERATE,)
-    ),
-    _works("input_ids", "token ids or a list of such lists", {"type": ["array", "null"]}, (GENERATE,)),
-    _works(
-        "sampling_params",
-        "an object, or a list of one for each prompt",
-        {"anyOf": [{"type": "null"}, _SAMPLING_PARAMS, {"type": "array", "items": _SAMPLING_PARAMS}]},
-        (GENERATE,),
-    ),
-    *(_works(f"sampling_params.{name}", note, schema, (GENERATE,)) for name, (note, schema) in _SAMPLING.items()),
-    *_rest("refused", "", *(f"sampling_params.{name}" for name in NOT_SAMPLING), where=(GENERATE,)),
-    *_rest(
-        "ignored",
-        "",
-        "sampling_params.spaces_between_special_tokens",
-        "sampling_params.stream_interval",
-        where=(GENERATE,),
-    ),
-    Field("stream", "works", "server-sent events", _BOOLEAN, (GENERATE,)),
-    _works(
-        "return_logprob",
-        "or a list of one for each prompt, as the next two",
-        {"type": ["boolean", "array", "null"]},
-        (GENERATE,),
-    ),
-    _works(
-        "logprob_start_len",
-        "from which prompt token on: -1 (without): of the output only, or of all where there is no output",
-        {"type": ["integer", "array", "null"]},
-        (GENERATE,),
-    ),
-    _works("top_logprobs_num", f"up to {MAX_TOP}", {"type": ["integer", "array", "null"]}, (GENERATE,)),
-    _works("return_text_in_logprobs", "tokens are spelled out too", _BOOLEAN, (GENERATE,)),
-    _works("rid", "told again as `meta_info.id`", {"type": ["string", "array", "null"]}, (GENERATE,)),
-    *_rest("refused", "", *NEVER, where=(GENERATE,)),
-    *_rest("ignored", "", "log_metrics", "session_id", "modalities", "routing_key", where=(GENERATE,)),
 )
 
 
 def fields(path: str) -> list[Field]:
     """Fields of an endpoint's body."""
-    return [field for field in FIELDS if path in field.where]
+    return [field for field in (*FIELDS, *NATIVE_FIELDS) if path in field.where]
 
 
 def tables() -> str:
@@ -394,15 +227,12 @@ def tables() -> str:
     lines = ["| method | path | | key |", "|---|---|---|---|"]
     lines += [f"| {e.method} | `{e.path}` | {e.note} | {'yes' if e.key else 'no'} |" for e in ENDPOINTS]
     lines += ["", "| field | chat | completions | |", "|---|---|---|---|"]
-    of_both = [field for field in FIELDS if set(field.where) & set(BOTH)]
-    for name in dict.fromkeys(field.name for field in of_both):
-        ours = [field for field in of_both if field.name == name]
+    for name in dict.fromkeys(field.name for field in FIELDS):
+        ours = [field for field in FIELDS if field.name == name]
         status = {path: field.status for field in ours for path in field.where}
         notes = "; ".join(dict.fromkeys(field.note for field in ours if field.note))
         lines.append(f"| `{name}` | {status.get(CHAT, '-')} | {status.get(COMPLETIONS, '-')} | {notes} |")
-    lines += ["", "| endpoint | field | | |", "|---|---|---|---|"]
-    lines += [f"| `{path}` | `{f.name}` | {f.status} | {f.note} |" for path in OTHERS for f in fields(path)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *native_tables()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from services.frontend.asked import Api
 from services.frontend.frontend import Frontend
 from services.frontend.receiving import Receive, read_as
 from services.frontend.respond import CompletionResponse, Job
+from services.frontend.tokens import DETOKENIZE, TOKENIZE
 
 
 def add_tokens(app: FastAPI, frontend: Frontend, receive: Receive) -> None:
@@ -28,8 +29,8 @@ def add_tokens(app: FastAPI, frontend: Frontend, receive: Receive) -> None:
     async def told_version(_: Request) -> Response:
         return JSONResponse({"version": release})
 
-    app.add_route("/tokenize", tokenize, ["POST"])
-    app.add_route("/detokenize", detokenize, ["POST"])
+    app.add_route(TOKENIZE, tokenize, ["POST"])
+    app.add_route(DETOKENIZE, detokenize, ["POST"])
     app.add_route("/version", told_version, ["GET"])
 
 

@@ -11,19 +11,10 @@ import pytest
 from baton.errors import BatonError
 from services.frontend.app import create_app
 from services.frontend.embeddings.body import parse_embeddings
+from services.frontend.listing import CHAT, COMPLETIONS
 from services.frontend.openapi import describe
-from services.frontend.reference import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    ENDPOINTS,
-    FIELDS,
-    GENERATE,
-    TOKENIZE,
-    fields,
-    tables,
-)
+from services.frontend.reference import ENDPOINTS, FIELDS, fields, tables
+from services.frontend.reference_native import DETOKENIZE, EMBEDDINGS, GENERATE, NATIVE_FIELDS, TOKENIZE
 from services.frontend.schema import parse_chat, parse_completion
 from services.frontend.sglang.body import NOT_SAMPLING, SAMPLING, read_generate
 from services.frontend.tokens.body import parse_detokenize, parse_tokenize
@@ -101,9 +92,9 @@ def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
 
 
 def test_a_field_is_listed_once_for_each_endpoint() -> None:
-    listed = [(field.name, path) for field in FIELDS for path in field.where]
+    listed = [(field.name, path) for field in (*FIELDS, *NATIVE_FIELDS) for path in field.where]
     assert len(set(listed)) == len(listed)
-    assert all((field.schema is not None) == (field.status == "works") for field in FIELDS)
+    assert all((field.schema is not None) == (field.status == "works") for field in (*FIELDS, *NATIVE_FIELDS))
 
 
 def test_the_document_has_the_tables() -> None:
