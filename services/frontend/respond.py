@@ -50,7 +50,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Job:
-    """A request whose body is here. `prepare` reads it, and may answer it too; `leave` is called when all is over."""
+    """A request whose body is here. `prepare` reads it, and may answer it as well; `leave` is called when all is
+    over."""
 
     uid: str
     endpoint: str
