@@ -9,7 +9,7 @@ from services.frontend.embeddings.body import FORMATS, MAX_INPUTS, MAX_TOKENS
 from services.frontend.listing import HUGE, Endpoint, Field, Json, Status
 from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 from services.frontend.sglang import PATH as GENERATE
-from services.frontend.sglang.body import DEFAULT_TOKENS, MAX_TOP, NEVER, NOT_SAMPLING
+from services.frontend.sglang.body import DEFAULT_TOKENS, MAX_RID, MAX_TOP, NEVER, NOT_SAMPLING
 from services.frontend.tokens import DETOKENIZE, TOKENIZE
 from services.frontend.tools import MAX_TOOLS
 
@@ -52,6 +52,12 @@ def _rest(status: Status, note: str, *names: str, where: tuple[str, ...]) -> tup
 _BOOLEAN: Json = {"type": ["boolean", "null"]}
 _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TEXTS: Json = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 8},
+    ]
+}
 _INPUTS: Json = {
     "anyOf": [
         {"type": "string", "minLength": 1},
@@ -129,14 +135,12 @@ NATIVE_FIELDS = (
     _works("return_token_strs", "each token's piece of the vocabulary", _BOOLEAN, (TOKENIZE,)),
     _works("tokens", "ids; control tokens are shown", _IDS, (DETOKENIZE,), required=True),
     Field("model", "works", "need not be given", {"type": ["string", "null"]}, (GENERATE,)),
-    _works(
-        "text", "a text or a list of texts; this or `input_ids`", {"type": ["string", "array", "null"]}, (GENERATE,)
-    ),
-    _works("input_ids", "token ids or a list of such lists", {"type": ["array", "null"]}, (GENERATE,)),
+    _works("text", "a text or a list of texts; this or `input_ids`", _TEXTS, (GENERATE,)),
+    _works("input_ids", "token ids or a list of such lists", _IDS | {"minItems": 1}, (GENERATE,)),
     _works(
         "sampling_params",
         "an object, or a list of one for each prompt",
-        {"anyOf": [{"type": "null"}, _SAMPLING_PARAMS, {"type": "array", "items": _SAMPLING_PARAMS}]},
+        _SAMPLING_PARAMS,
         (GENERATE,),
     ),
     *(_works(f"sampling_params.{name}", note, schema, (GENERATE,)) for name, (note, schema) in _SAMPLING.items()),
@@ -152,18 +156,18 @@ NATIVE_FIELDS = (
     _works(
         "return_logprob",
         "or a list of one for each prompt, as the next two",
-        {"type": ["boolean", "array", "null"]},
+        _BOOLEAN,
         (GENERATE,),
     ),
     _works(
         "logprob_start_len",
         "from which prompt token on: -1 (without): of the output only, or of all where there is no output",
-        {"type": ["integer", "array", "null"]},
+        _integer(-1, (1 << 31) - 1),
         (GENERATE,),
     ),
-    _works("top_logprobs_num", f"up to {MAX_TOP}", {"type": ["integer", "array", "null"]}, (GENERATE,)),
+    _works("top_logprobs_num", f"up to {MAX_TOP}", _integer(0, MAX_TOP), (GENERATE,)),
     _works("return_text_in_logprobs", "tokens are spelled out too", _BOOLEAN, (GENERATE,)),
-    _works("rid", "told again as `meta_info.id`", {"type": ["string", "array", "null"]}, (GENERATE,)),
+    _works("rid", "told again as `meta_info.id`", {"type": ["string", "null"], "maxLength": MAX_RID}, (GENERATE,)),
     *_rest("refused", "", *NEVER, where=(GENERATE,)),
     *_rest("ignored", "", "log_metrics", "session_id", "modalities", "routing_key", where=(GENERATE,)),
 )
