@@ -26,6 +26,7 @@ BUILD = ("--python-version=3.11", "--implementation=cp", "--abi=cp311", "--platf
 """One build for everybody: only its Python files are used, which are the same in all."""
 FETCH_S = 240.0
 _HOLLOW = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
+_TAKEN = ("sglang/srt/", "sglang/kernels/", "sglang/lang/", "sglang/utils.py")
 
 
 def unpacked() -> Path:
@@ -35,17 +36,28 @@ def unpacked() -> Path:
     target = home / VERSION
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
+        if not (target / "sglang" / "lang").is_dir():
             with tempfile.TemporaryDirectory(dir=home) as scratch:
                 _download(Path(scratch))
+                if target.is_dir():  # of an older reader, who took less of the wheel
+                    target.rename(Path(scratch) / "old")
                 (Path(scratch) / "site").rename(target)
     return target
 
 
 def importable() -> None:
     """Make `sglang.srt.mem_cache.hicache_storage` and `….storage` importable in this process."""
+    _stand_in(_HOLLOW)
+
+
+def language() -> None:
+    """Make `sglang.lang`, the front-end language and its client, importable in this process."""
+    _stand_in(("sglang", "sglang.srt"))
+
+
+def _stand_in(names: tuple[str, ...]) -> None:
     site = unpacked()
-    for name in _HOLLOW:
+    for name in names:
         if name not in sys.modules:
             package = types.ModuleType(name)
             package.__path__ = [str(site.joinpath(*name.split(".")))]
@@ -86,7 +98,7 @@ def _download(folder: Path) -> None:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.namelist():
-            if member.endswith(".py") and member.startswith(("sglang/srt/", "sglang/kernels/")):
+            if member.endswith(".py") and member.startswith(_TAKEN):
                 archive.extract(member, folder / "site")
     wheel.unlink()
 

@@ -49,10 +49,7 @@ def validate(request: Request, prompt: list[int], limits: Limits) -> None:
         raise BatonError(Reason.INVALID_REQUEST, f"a choice is outside 0...{MAX_CHOICES - 1}", param="n")
     if request.emitted_ids and len(choices) > 1:
         raise BatonError(Reason.INVALID_REQUEST, "resume each choice on its own", param="emitted_ids")
-    if max(prompt) >= limits.vocab_size or min(prompt) < 0:
-        raise BatonError(
-            Reason.INVALID_REQUEST, f"a token id is outside 0...{limits.vocab_size - 1}", param="prompt_ids"
-        )
+    _in_vocabulary(prompt, limits, "prompt_ids")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         if ids and (max(ids) >= limits.vocab_size or min(ids) < 0):
             raise BatonError(Reason.INVALID_REQUEST, f"an id is outside 0...{limits.vocab_size - 1}", param=name)
@@ -76,6 +73,21 @@ def validate(request: Request, prompt: list[int], limits: Limits) -> None:
         )
     if params.max_tokens <= len(request.emitted_ids):
         raise BatonError(Reason.INVALID_REQUEST, "max_tokens leaves nothing to generate", param="max_tokens")
+
+
+def validate_input(ids: list[int], limits: Limits) -> None:
+    """As `validate`, of an input that is embedded: all of the context is its own."""
+    if not ids:
+        raise BatonError(Reason.INVALID_REQUEST, "the input is empty", param="input")
+    _in_vocabulary(ids, limits, "input")
+    if len(ids) > limits.max_context:
+        message = f"{len(ids)} tokens are more than the context of {limits.max_context}"
+        raise BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message, param="input")
+
+
+def _in_vocabulary(ids: list[int], limits: Limits, param: str) -> None:
+    if max(ids) >= limits.vocab_size or min(ids) < 0:
+        raise BatonError(Reason.INVALID_REQUEST, f"a token id is outside 0...{limits.vocab_size - 1}", param=param)
 
 
 def _between(low: float, high: float) -> str:

@@ -25,6 +25,8 @@ TOKEN_IDS: Final = "return_token_ids"
 """Of the output: an engine that answers text has none."""
 SPECIAL_TOKENS: Final = "skip_special_tokens"
 """And its control tokens, which the text of such an engine leaves out."""
+EMBEDDINGS: Final = "embeddings"
+"""`Engine.embed`."""
 GRAMMAR: Final = "grammar:"
 """And a kind: an output that follows a grammar of it."""
 GRAMMARS: Final = {kind: f"{GRAMMAR}{kind.value}" for kind in GrammarKind}
@@ -43,6 +45,7 @@ ALL: Final = frozenset(
         IGNORE_EOS,
         TOKEN_IDS,
         SPECIAL_TOKENS,
+        EMBEDDINGS,
         *GRAMMARS.values(),
     }
 )

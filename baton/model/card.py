@@ -27,6 +27,8 @@ class Model:
     generation: GenerationConfig
     context_length: int
     card: ModelCard
+    hidden_size: int = 0
+    """Numbers of an embedding; 0: not known."""
 
     def key_root(self, *, adapter: str = "", salt: str = "") -> bytes:
         """The root of this model's block keys for one tenant's salt."""
@@ -51,7 +53,7 @@ def load_model(path: str | Path, served_name: str = "", *, weights: bool = True)
         chat_template=template.digest,
         generation_config=generation.digest,
     )
-    return Model(Path(path), name, tokenizer, template, generation, files.context_length, card)
+    return Model(Path(path), name, tokenizer, template, generation, files.context_length, card, files.hidden_size)
 
 
 def load_card(path: str | Path, served_name: str = "") -> ModelCard:

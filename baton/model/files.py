@@ -47,6 +47,15 @@ class ModelFiles:
             raise ModelError(f"{self.path.name} does not say its context length")
         return length
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, and so of an embedding; 0 when the files do not say."""
+        if self.gguf is not None:
+            size = self.gguf.metadata.get(f"{self.gguf.metadata.get('general.architecture', '')}.embedding_length")
+        else:
+            size = self.config.get("hidden_size")
+        return size if isinstance(size, int) else 0
+
 
 def open_model(path: str | Path) -> ModelFiles:
     """Look at a model directory (config.json beside it all) or a .gguf file.

@@ -15,6 +15,7 @@ from baton.v1 import registry_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from baton.worker.attempts import Attempts
 from baton.worker.context import WorkerContext
+from baton.worker.embed import Embeddings
 from baton.worker.integrity import findings
 from baton.worker.offers import Offers
 from baton.worker.run import Runs
@@ -40,6 +41,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runs: Runs,
         watchers: Watchers,
         offers: Offers,
+        embeddings: Embeddings,
         describe: Callable[[], registry_pb2.Worker],
         leave: Callable[[float | None], Awaitable[int]],
     ) -> None:
@@ -50,6 +52,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._runs = runs
         self._watchers = watchers
         self._offers = offers
+        self._embeddings = embeddings
         self._describe = describe
         self._leave = leave
 
@@ -106,7 +109,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest, context: object) -> pb.CheckIntegrityReply:
         found = await findings(self._context, self._sessions, self._attempts, self._runs, self._offers)
-        return pb.CheckIntegrityReply(findings=found)
+        return pb.CheckIntegrityReply(findings=self._embeddings.findings() + found)
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: object) -> pb.ClearCacheReply:
         return pb.ClearCacheReply(dropped=await self._context.engine.clear_cache())
+
+    async def Embed(self, request: pb.EmbedRequest, context: object) -> pb.EmbedReply:
+        reply = pb.EmbedReply(epoch=self._context.epoch)
+        try:
+            reply.vectors.extend(await self._embeddings.embed(request))
+        except BatonError as refused:
+            self._context.metrics.refused.labels(refused.reason.name).inc()
+            reply.failure.CopyFrom(failure(refused))
+        return reply

@@ -15,6 +15,7 @@ from baton.worker.attempts import Attempts
 from baton.worker.context import WorkerContext
 from baton.worker.conversations import Conversations
 from baton.worker.drain import drain
+from baton.worker.embed import Embeddings
 from baton.worker.load import StoreLoader
 from baton.worker.offers import Offers
 from baton.worker.run import Runs
@@ -51,6 +52,7 @@ class Serving:
         self.conversations = Conversations(context, self.attempts, self.offers)
         self.loader = StoreLoader(context, self.stores)
         self.runs = Runs(context, self.watchers, self.loader, self.offers)
+        self.embeddings = Embeddings(context, self.watchers)
         self.announcement: Announcement | None = None
         self._end = end
 
@@ -67,6 +69,7 @@ class Serving:
             self.runs,
             self.watchers,
             self.offers,
+            self.embeddings,
             self._describe,
             self.leave,
         )
@@ -89,7 +92,8 @@ class Serving:
         self.watchers.changed()
         if self.announcement is not None:
             await self.announcement.say_draining()
-        return await drain(self.context, self.attempts, self.runs, deadline_s)
+        draining = drain(self.context, self.attempts, self.runs, deadline_s)
+        return sum(await asyncio.gather(draining, self.embeddings.idle(deadline_s)))
 
     async def leave(self, deadline_s: float | None) -> int:
         """Drain, then end the process, whether the caller waits for it or not. Returns what is left."""

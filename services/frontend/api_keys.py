@@ -94,8 +94,12 @@ class ApiKeys:
         return hashlib.blake2b(key.encode(), key=self._secret, digest_size=32).digest()
 
 
+OPEN = ("/health", "/ready", "/metrics", "/openapi.json", "/version")
+"""Who asks for these sends no key."""
+
+
 class RequireKey:
-    """ASGI middleware: what is under /v1/ needs a key; health, readiness, metrics and the API's description do not."""
+    """ASGI middleware: everything but what is `OPEN` needs a key."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, refused: Counter) -> None:
         self._app = app
@@ -104,7 +108,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or refuse before anything is read."""
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+        if scope["type"] == "http" and scope["path"] not in OPEN:
             headers = dict(scope["headers"])
             given = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"x-api-key"))
             try:

@@ -22,6 +22,7 @@ from services.frontend.api_keys import RequireKey
 from services.frontend.asked import check_model
 from services.frontend.batches.routes import add_routes
 from services.frontend.drain import CountRequests
+from services.frontend.embeddings.routes import add_embeddings
 from services.frontend.errors import internal
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
@@ -31,6 +32,8 @@ from services.frontend.refusals import refusal
 from services.frontend.request_id import SCOPE_KEY, RequestIds, names, new_request_id
 from services.frontend.respond import CompletionResponse, Job, Prepared, abort_connection
 from services.frontend.responses.routes import add_responses
+from services.frontend.sglang.routes import add_sglang
+from services.frontend.tokens.routes import add_tokens
 from services.frontend.turnstile import Turnstile
 
 _encode = msgspec.json.Encoder().encode
@@ -94,6 +97,9 @@ def create_app(frontend: Frontend) -> FastAPI:
     app.add_route("/v1/completions", completions, ["POST"])
     add_responses(app, frontend, _receive)
     add_messages(app, frontend, _receive)
+    add_embeddings(app, frontend, _receive)
+    add_tokens(app, frontend, _receive)
+    add_sglang(app, frontend, _receive)
     app.add_route("/v1/baton/explain", explain, ["POST"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{model:path}", model, ["GET"])

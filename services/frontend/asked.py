@@ -18,11 +18,14 @@ from baton.errors import BatonError, Reason
 from baton.kv.keys import KEY_BYTES
 from baton.model.card import Model
 from services.frontend.anthropic.body import read_message
+from services.frontend.embeddings.body import read_embeddings
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.responses.body import ResponseBody, read_response
 from services.frontend.responses.truncate import truncated
-from services.frontend.schema import ChatBody, Options, model_of, parse_chat, parse_completion, parse_json
+from services.frontend.schema import UNASKED, ChatBody, Options, model_of, parse_chat, parse_completion, parse_json
+from services.frontend.sglang.body import read_generate
 from services.frontend.speech import PLAIN, Voice
+from services.frontend.tokens.body import read_detokenize, read_tokenize
 from services.frontend.voices import AUTO, Voices
 
 
@@ -38,9 +41,11 @@ class Asked:
     grammar: Grammar | None = None
     voice: Voice = PLAIN
     told: bytes = b""
-    """What the answer's format has to know of the body, as JSON."""
+    """What the answer's format has to know of the body, as JSON; or the answer itself."""
     previous: str = ""
     """A response whose conversation this one goes on with: without it there are no prompts yet."""
+    each: tuple[tuple[Options, Grammar | None], ...] = ()
+    """Of each prompt, where they have options of their own."""
 
 
 class Api(IntEnum):
@@ -52,10 +57,17 @@ class Api(IntEnum):
     MESSAGES = 2
     COUNT = 3
     """Of tokens, of a body of MESSAGES."""
+    TOKENIZE = 10
+    DETOKENIZE = 11
+    EMBEDDINGS = 12
+    GENERATE = 13
+    """SGLang's."""
 
 
 UNLIMITED = 1 << 40
 """Tokens, where a prompt is counted and not served."""
+_MODEL_IS_KNOWN = (Api.TOKENIZE, Api.DETOKENIZE, Api.GENERATE)
+"""Where a body need not name one."""
 
 
 class Reading:
@@ -65,6 +77,7 @@ class Reading:
         self.prompts = Prompts(model)
         self.voices = Voices(model, tools, reasoning)
         self._name = model.name
+        self._model = model
         self._vocab_size = model.tokenizer.vocab_size
 
     def read(
@@ -82,16 +95,36 @@ class Reading:
         Raises BatonError with what is wrong with it.
         """
         raw = parse_json(body)
-        check_model(model_of(raw), self._name)
+        if api not in _MODEL_IS_KNOWN or raw.get("model") is not None:
+            check_model(model_of(raw), self._name)
         chat = "messages" in raw if chat is None else chat
         try:
             if api is Api.RESPONSES:
                 return self._response(raw, limit, earlier)
             if api in (Api.MESSAGES, Api.COUNT):
                 return self._message(raw, limit, count=api is Api.COUNT)
+            if api is not Api.OPENAI:
+                return self._other(api, raw, limit)
             return self._chat(raw, limit) if chat else self._completion(raw, limit)
         except RecursionError:  # orjson reads deeper than json writes
             raise BatonError(Reason.INVALID_REQUEST, "The body is nested too deeply.") from None
+
+    def _other(self, api: Api, raw: Mapping[str, Any], limit: int) -> Asked:
+        if api is Api.EMBEDDINGS:
+            inputs, told = read_embeddings(raw, self._model.tokenizer, limit, self._model.hidden_size)
+            return Asked(UNASKED, tuple(Prompt(ids, (), "") for ids in inputs), chat=False, told=told)
+        if api is Api.GENERATE:
+            body = read_generate(raw, self._model.tokenizer.vocab_size)
+            prompts = [
+                self.prompts.text(one, limit, param="text")
+                if isinstance(one, str)
+                else self.prompts.ids(one, limit, spelled=False, param="input_ids")
+                for one in body.prompts
+            ]
+            each = tuple((options, self.voices.grammar(None, options.structure)) for options in body.options)
+            return Asked(body.options[0], tuple(prompts), chat=False, told=body.told, each=each)
+        read = read_tokenize if api is Api.TOKENIZE else read_detokenize
+        return Asked(UNASKED, (), chat=False, told=read(raw, self._model, self.voices, self.prompts, limit))
 
     def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
         return self._talk(parse_chat(raw, self._vocab_size), limit)
@@ -167,6 +200,7 @@ class _Asked(msgspec.Struct, array_like=True, tag=True):
     voice: Voice
     told: bytes
     previous: str
+    each: list[tuple[Options, Grammar | None]]
 
 
 class _Refused(msgspec.Struct, array_like=True, tag=True):
@@ -194,6 +228,7 @@ def pack(answer: Asked | BatonError) -> bytes:
             answer.voice,
             answer.told,
             answer.previous,
+            list(answer.each),
         )
     )
 
@@ -205,7 +240,15 @@ def unpack(data: bytes) -> Asked:
         raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param)
     prompts = tuple(_unpacked(prompt) for prompt in answer.prompts)
     return Asked(
-        answer.options, prompts, answer.chat, answer.echo, answer.grammar, answer.voice, answer.told, answer.previous
+        answer.options,
+        prompts,
+        answer.chat,
+        answer.echo,
+        answer.grammar,
+        answer.voice,
+        answer.told,
+        answer.previous,
+        tuple(answer.each),
     )
 
 

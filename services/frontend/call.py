@@ -191,6 +191,10 @@ class Call:
         """Every RouteReason of the request, in order, once."""
         return list(dict.fromkeys(reason for generation in self._generations for reason in generation.reasons))
 
+    def cached(self, output: int) -> int:
+        """Prompt tokens of an output that were found in a cache; 0 while that is not known."""
+        return self._generations[output // self._n].cached_tokens or 0
+
     def close(self, reason: Reason | None = None) -> None:
         """End what still runs."""
         for task in self._mending:

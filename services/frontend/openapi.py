@@ -6,6 +6,7 @@ from typing import Any
 
 from services.frontend.batches import described as batches
 from services.frontend.listing import BATCHES, CHAT, COMPLETIONS, FILES, Json
+from services.frontend.openapi_native import native_paths
 from services.frontend.openapi_talks import talk_paths
 from services.frontend.reference import fields
 
@@ -89,10 +90,10 @@ def _answer(kind: str, choice: Json) -> Json:
 
 
 def _body(path: str, model: str) -> Json:
-    known = {field.name: field for field in fields(path) if field.schema is not None}
+    known = {field.name: field for field in fields(path) if field.schema is not None and "." not in field.name}
     properties = {name: dict(field.schema or {}, description=field.note) for name, field in known.items()}
     if "model" in properties:
-        properties["model"] = {"enum": [model]}
+        properties["model"] = {"enum": [model] if known["model"].required else [model, None]}
     return {
         "type": "object",
         "properties": properties,
@@ -156,6 +157,7 @@ def describe(model: str, *, keys: bool) -> Json:
             )
         },
         **talk_paths(model, _post, _get),
+        **native_paths(model, _post, _get),
         "/v1/baton/explain": {
             "post": _post(CHAT, model, "where a chat or a completion would run", {"type": "object"}, streams=False)
         },

@@ -72,14 +72,14 @@ class Prompts:
                 )
         return self._text(text, add_special, param, limit, chat=True)
 
-    def text(self, text: str, limit: int, *, add_special: bool = True) -> Prompt:
+    def text(self, text: str, limit: int, *, add_special: bool = True, param: str = "prompt") -> Prompt:
         """The prompt of raw text, with the BOS the model expects. Raises BatonError (too long, empty)."""
-        return self._text(text, add_special, "prompt", limit)
+        return self._text(text, add_special, param, limit)
 
-    def ids(self, ids: Sequence[int], limit: int, *, spelled: bool) -> Prompt:
+    def ids(self, ids: Sequence[int], limit: int, *, spelled: bool, param: str = "prompt") -> Prompt:
         """A prompt that came as ids of the vocabulary; `spelled`: with its text. Raises BatonError (too long)."""
         if len(ids) >= limit:
-            raise too_long(limit, len(ids), "prompt")
+            raise too_long(limit, len(ids), param)
         return self._made(ids, self._model.tokenizer.spell(ids) if spelled else "", 0)
 
     def extended(self, prompt: Prompt, emitted: Sequence[int]) -> tuple[bytes, ...]:

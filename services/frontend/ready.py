@@ -115,6 +115,10 @@ class Readiness:
         out += self._missing_workers()
         return out
 
+    def workers(self) -> list[registry_pb2.Worker]:
+        """Every worker of the model that the registry shows."""
+        return [worker for worker in self._workers.items().values() if worker.model == self._model]
+
     def max_context(self) -> int:
         """The longest context that a connected worker takes; 0 when none says."""
         return max((worker.max_context for worker in self._streaming()), default=0)

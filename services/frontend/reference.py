@@ -9,6 +9,7 @@ from typing import Any
 
 from services.frontend.batches.answer import ENDPOINTS as BATCH_ENDPOINTS
 from services.frontend.listing import BATCHES, BOTH, CHAT, COMPLETIONS, FILES, HUGE, Endpoint, Field, Json, Status
+from services.frontend.reference_native import NATIVE_ENDPOINTS, NATIVE_FIELDS, native_tables
 from services.frontend.reference_talks import TALK_ENDPOINTS, TALK_FIELDS, talk_tables
 from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 from services.frontend.tools import MAX_TOOLS
@@ -29,6 +30,7 @@ ENDPOINTS = (
     Endpoint("GET", BATCHES, "the batches, newest first: `limit`, `after`"),
     Endpoint("GET", "/v1/batches/{id}", "one batch: status, counts, errors by line, result files"),
     Endpoint("POST", "/v1/batches/{id}/cancel", "end it; what is done is kept"),
+    *NATIVE_ENDPOINTS,
     Endpoint("GET", "/openapi.json", "this API as OpenAPI 3.1", key=False),
     Endpoint("GET", "/health", "200 while the process lives", key=False),
     Endpoint("GET", "/ready", "200 when a completion can be served, else 503 and what is missing", key=False),
@@ -249,7 +251,7 @@ FIELDS = (
 
 def fields(path: str) -> list[Field]:
     """Fields of an endpoint's body."""
-    return [field for field in (*FIELDS, *TALK_FIELDS) if path in field.where]
+    return [field for field in (*FIELDS, *TALK_FIELDS, *NATIVE_FIELDS) if path in field.where]
 
 
 def tables() -> str:
@@ -265,7 +267,7 @@ def tables() -> str:
         lines.append(f"| `{name}` | {status.get(CHAT, '-')} | {status.get(COMPLETIONS, '-')} | {notes} |")
     lines += ["", "| endpoint | field | | |", "|---|---|---|---|"]
     lines += [f"| `{path}` | `{f.name}` | {f.status} | {f.note} |" for path in (FILES, BATCHES) for f in fields(path)]
-    return "\n".join([*lines, *talk_tables()]) + "\n"
+    return "\n".join([*lines, *native_tables(), *talk_tables()]) + "\n"
 
 
 if __name__ == "__main__":

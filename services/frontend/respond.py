@@ -105,7 +105,7 @@ class CompletionResponse(Response):
                         first = await call.pieces()
                 if isinstance(prepared, Response):
                     self._headers_sent = True
-                    await prepared(scope, receive, send)
+                    await prepared(scope, receive, lambda message: self._send(send, message))
                     outcome = "ok"
                     return
                 self._metrics.ttft.observe(time.monotonic() - self._begun)

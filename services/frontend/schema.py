@@ -69,6 +69,30 @@ class Options:
     """The field that the prompt came from; "": as its endpoint says."""
 
 
+UNASKED = Options(
+    model="",
+    stream=False,
+    include_usage=False,
+    n=1,
+    max_tokens=None,
+    seed=None,
+    temperature=None,
+    top_p=None,
+    top_k=None,
+    min_p=None,
+    repetition_penalty=None,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    min_tokens=0,
+    ignore_eos=False,
+    stop=(),
+    stop_token_ids=(),
+    logprobs=None,
+)
+"""Of a body that asks for no output."""
+
+
 @dataclass(frozen=True)
 class ChatBody:
     """A chat request. Message contents are text; `variables` go to the chat template."""

@@ -59,6 +59,10 @@ class Sessions:
             self._background.spawn(self._expire(session), f"expire {target.id}")
         return session
 
+    def stub(self, address: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
+        """How a worker is called beside its session, or without one."""
+        return worker_pb2_grpc.WorkerServiceStub(self._channels.get(address))
+
     async def answers(self, worker: registry_pb2.Worker) -> bool:
         """Whether a worker that the registry lost is there all the same. Raises AioRpcError when it cannot be asked."""
         session = self._live.get(worker.id)

@@ -15,13 +15,15 @@ class SequenceSlice:
 
     Position `start + i` is that of `token_ids[i]`; KV of the positions before is in place. `block_table` lists slots in
     order and covers `start + len(token_ids)` positions; the new positions' slots belong to this sequence alone.
-    `logits` says which of the new positions' next-token distributions are wanted.
+    `logits` says which of the new positions' next-token distributions are wanted, `summed` whether the sum of their
+    last hidden states is.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     logits: Logits = "last"
+    summed: bool = False
 
     @property
     def end(self) -> int:

@@ -185,6 +185,12 @@ class EngineProcess:
             case m.Unhold():
                 scheduler.holds.drop(message.call)
                 return []
+            case m.Embed():
+                try:
+                    scheduler.embed(message.job, message.ids, message.deadline)
+                except BatonError as error:
+                    return [m.Failed(message.job, error.reason.name, error.message)]
+                return []
             case m.Check():
                 self._checks.append(message.call)
                 return [] if scheduler.stepping else self._check()
@@ -290,6 +296,7 @@ class EngineProcess:
         computation = Computation(self._model, work)
         outcome = Outcome()
         computation.keep_prompt_logprobs()
+        computation.keep_sums()
         with self._wake:
             draws = self._scheduler.computed(work)
         drawn = computation.draw(draws)
@@ -311,6 +318,7 @@ class EngineProcess:
             post.extend([] if job.released else self._announce(job))
         post.extend(prefilled_message(job.id, done) for job, done in outcome.prefilled)
         post.extend(m.Failed(job.id, reason.name, text) for job, reason, text in outcome.failed)
+        post.extend(_embedded(job) for job in outcome.embedded)
         if outcome.tokens:
             post.append(m.Step([token_message(event) for event in outcome.tokens]))
 
@@ -351,6 +359,13 @@ class EngineProcess:
             ),
             self._taken,
         )
+
+
+def _embedded(job: Job) -> m.Embedded:
+    """The mean over an input that is computed."""
+    assert job.hidden_sum is not None
+    mean = job.hidden_sum / len(job.prompt)
+    return m.Embedded(job.id, mean.cpu().numpy().astype("<f4").tobytes())
 
 
 def _tokens(work: list[Work]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from baton.engine.torch.batch import Batch, SequenceSlice
 from baton.engine.torch.model import Model
 from baton.engine.torch.sampler import Sampled, SamplingState, sample, token_logprobs
+from baton.engine.torch.sequence import Phase
 from baton.engine.torch.step import Draw, Drawn, Work
 from baton.grammar.follow import GrammarFailedError, may_follow
 
@@ -26,10 +27,11 @@ class Computation:
                 w.sequence.computed,
                 w.sequence.slots,
                 w.logits,
+                summed=w.sequence.job.phase is Phase.EMBED,
             )
             for w in work
         ]
-        self._logits = model.forward(Batch(slices))
+        self._logits, self._sums = model.forward_and_sum(Batch(slices))
         self._rows: list[range] = []
         end = 0
         for item in work:
@@ -49,6 +51,12 @@ class Computation:
             if following:
                 logits = self._logits[rows.start : rows.start + len(following)]
                 job.prompt_logprobs += token_logprobs(logits, following, [count] * len(following))
+
+    def keep_sums(self) -> None:
+        """Add what this step says of inputs that are embedded to their jobs."""
+        jobs = [w.sequence.job for w in self._work if w.sequence.job.phase is Phase.EMBED]
+        for job, part in zip(jobs, self._sums, strict=True):
+            job.hidden_sum = part if job.hidden_sum is None else job.hidden_sum + part
 
     def draw(self, draws: list[Draw]) -> list[Drawn]:
         """One token for each, in order. What one request's parameters break fails that request only."""

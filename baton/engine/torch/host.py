@@ -248,6 +248,26 @@ class TorchEngine(Engine):
         finally:
             self.link.tell(m.Unhold(call))
 
+    async def embed(self, ids: Sequence[int], deadline: float) -> bytes:
+        self._in_vocabulary("input", ids)
+        job = self.link.number()
+        inbox = self.link.open(job)
+        done = False
+        try:
+            self.link.tell(m.Embed(job, list(ids), deadline))
+            message = await inbox.get()
+            done = True
+            if isinstance(message, BatonError):
+                raise message
+            if isinstance(message, m.Failed):
+                raise BatonError(Reason.from_name(message.reason), message.message, param="input")
+            assert isinstance(message, m.Embedded)
+            return message.vector
+        finally:
+            self.link.forget(job)
+            if not done:
+                self.link.tell(m.Release(job))
+
     # ---- state
 
     def stats(self) -> EngineStats:

@@ -72,7 +72,7 @@ class Link:
             call = self._calls.pop(number, None)
             if call is not None and not call.done():
                 call.set_result(message)
-        elif isinstance(message, m.Sealed | m.Prefilled | m.Failed):
+        elif isinstance(message, m.Sealed | m.Prefilled | m.Failed | m.Embedded):
             inbox = self._inboxes.get(message.job)
             if inbox is not None:
                 inbox.put_nowait(message)  # bounded by the prompt's blocks

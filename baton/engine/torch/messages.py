@@ -88,6 +88,14 @@ class Unhold(_Message):
     call: int
 
 
+class Embed(_Message):
+    """Compute an input for the mean of its last hidden states; answered by Embedded or Failed under `job`."""
+
+    job: int
+    ids: list[int]
+    deadline: float
+
+
 class Check(_Message):
     """Answered by Answer(findings)."""
 
@@ -183,6 +191,13 @@ class Failed(_Message):
     message: str
 
 
+class Embedded(_Message):
+    """The mean, as little-endian f32."""
+
+    job: int
+    vector: bytes
+
+
 class Token(msgspec.Struct, array_like=True, frozen=True):
     """A step's outcome for one choice."""
 
@@ -218,7 +233,21 @@ class Answer(_Message):
     count: int
 
 
-ToEngine = Reserve | Commit | Swap | Settle | Prefill | StopPrefill | Generate | Release | Hold | Unhold | Check | Clear
+ToEngine = (
+    Reserve
+    | Commit
+    | Swap
+    | Settle
+    | Prefill
+    | StopPrefill
+    | Generate
+    | Release
+    | Hold
+    | Unhold
+    | Embed
+    | Check
+    | Clear
+)
 ToWorker = (
     Started
     | StartFailed
@@ -229,6 +258,7 @@ ToWorker = (
     | Sealed
     | Prefilled
     | Failed
+    | Embedded
     | Step
     | CacheChange
     | Answer

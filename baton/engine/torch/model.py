@@ -31,10 +31,19 @@ class Model:
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch: its new KV is in the pool afterwards. Returns float32 logits [wanted rows, vocab], in the
         order of the batch's sequences and, within one, of positions."""
-        with torch.inference_mode():
-            return self._forward(batch)
+        return self.forward_and_sum(batch)[0]
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def forward_and_sum(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """As `forward`; and for each sequence that wants it, in order, the float32 sum [hidden] of the last hidden
+        states (after the final norm) of its new positions."""
+        with torch.inference_mode():
+            x = self._hidden(batch)
+            wanted = torch.tensor(_wanted(batch), dtype=torch.long, device=self._device)
+            logits = self.weights.head(self._norm(x.index_select(0, wanted), self.weights.norm)).to(torch.float32)
+            sums = [self._norm(x[rows], self.weights.norm).to(torch.float32).sum(0) for rows in _summed(batch)]
+            return logits, sums
+
+    def _hidden(self, batch: Batch) -> Tensor:
         ids = [token for s in batch.sequences for token in s.token_ids]
         positions = [p for s in batch.sequences for p in range(s.start, s.end)]
         self.pool.zero(opened_slots(batch, self.pool.block_size))
@@ -43,9 +52,7 @@ class Model:
         x = functional.embedding(torch.tensor(ids, device=self._device), self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
             x = self._layer(index, layer, x, turn, attention)
-        wanted = torch.tensor(_wanted(batch), dtype=torch.long, device=self._device)
-        x = self._norm(x.index_select(0, wanted), self.weights.norm)
-        return self.weights.head(x).to(torch.float32)
+        return x
 
     def _layer(
         self, index: int, weights: LayerWeights, x: Tensor, turn: tuple[Tensor, Tensor], attention: PagedAttention
@@ -77,4 +84,15 @@ def _wanted(batch: Batch) -> list[int]:
             rows += range(start, end)
         elif s.logits == "last":
             rows.append(end - 1)
+    return rows
+
+
+def _summed(batch: Batch) -> list[slice]:
+    """Rows of each sequence whose hidden states are summed."""
+    rows: list[slice] = []
+    end = 0
+    for s in batch.sequences:
+        start, end = end, end + len(s.token_ids)
+        if s.summed:
+            rows.append(slice(start, end))
     return rows

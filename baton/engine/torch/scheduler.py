@@ -7,6 +7,9 @@ later; its tokens are kept, and no new request gets the blocks that it waits for
 Requests of the batch lane give way to all others: they are refused while others wait, join a step only as far as these
 do not feel it (`lane.py`), and are the first to lose their place and their blocks.
 
+Inputs that are embedded come after prompts and take what these leave of a chunk, a quarter of it at least: nobody's
+stream gets slower than beside a prompt, and no prompt waits behind them.
+
 Every method is called under the engine's lock, except that the forward pass between `plan` and `apply` runs without
 it: jobs released meanwhile keep their blocks until `apply`.
 """
@@ -17,8 +20,8 @@ import time
 from bisect import insort
 from collections import Counter, abc
 
-from baton.engine.admission import Limits, validate
-from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, TokenEvent
+from baton.engine.admission import Limits, validate, validate_input
+from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, SamplingParams, TokenEvent
 from baton.engine.predict import StepCost
 from baton.engine.torch.batch import Logits
 from baton.engine.torch.grammars import Grammars
@@ -29,6 +32,9 @@ from baton.errors import BatonError, Reason
 from baton.kv.holds import Holds
 from baton.kv.keys import chain
 from baton.kv.pool import BlockPool, PoolFull
+
+EMBED_SHARE = 4
+"""Of a step's prompt tokens, one in so many is for embeddings when there are any."""
 
 
 class Scheduler:
@@ -58,6 +64,7 @@ class Scheduler:
         self._live: set[tuple[str, int]] = set()
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
+        self._embedding: list[Sequence] = []
         self._in_step: set[Job] = set()
         self._order = 0
         self.preemptions = 0
@@ -88,12 +95,12 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Sequences whose prompt is not computed yet."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._embedding)
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that wait to be computed."""
-        return sum(s.remaining for s in self._waiting)
+        return sum(s.remaining for s in (*self._waiting, *self._embedding))
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -204,7 +211,7 @@ class Scheduler:
             self._live.discard((job.request.uid, job.request.attempt))
 
     def _leave(self, sequence: Sequence) -> None:
-        for line in (self._running, self._waiting):
+        for line in (self._running, self._waiting, self._embedding):
             if sequence in line:
                 line.remove(sequence)
         # Last block first: a prefix is evicted from its end, so what stays can still be matched.
@@ -263,7 +270,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._embedding)
 
     def plan(self, outcome: Outcome) -> list[Work]:
         """The next step. Requests past their deadline, or that cannot go on, are told in `outcome`."""
@@ -273,7 +280,8 @@ class Scheduler:
         decodable = self._decodable(outcome)
         work = [Work(s, 1, "last") for s in decodable if not s.job.batch]
         chunk = self.limits.chunk_tokens
-        work += self._prompts(chunk, batch=False)
+        prompts = self._prompts(chunk - chunk // EMBED_SHARE if self._embedding else chunk, batch=False)
+        work += prompts + self._embeddings(chunk - sum(w.count for w in prompts))
         work += self._lane(work, [s for s in decodable if s.job.batch and s in self._running], chunk)
         self._in_step = {w.sequence.job for w in work}
         return work
@@ -354,7 +362,8 @@ class Scheduler:
 
     def _expire(self, outcome: Outcome) -> None:
         now = time.time()
-        late = {s.job for line in (self._running, self._waiting) for s in line if s.job.request.deadline < now}
+        lines = (self._running, self._waiting, self._embedding)
+        late = {s.job for line in lines for s in line if s.job.request.deadline < now}
         for job in late:
             self._fail(job, Reason.DEADLINE_EXCEEDED, "the request's deadline has passed", outcome)
 
@@ -368,6 +377,10 @@ class Scheduler:
         if job.phase is Phase.PREFILL:
             outcome.failed.append((job, reason, message))
             self.stop_prefill(job)
+            return
+        if job.phase is Phase.EMBED:
+            outcome.failed.append((job, reason, message))
+            self._forget(job)
             return
         request = job.request
         event = TokenEvent(request.uid, request.attempt, request.choices[0], 0, error=reason, message=message)
@@ -446,9 +459,9 @@ class Scheduler:
         for item in work:
             sequence, job = item.sequence, item.sequence.job
             sequence.computed += item.count
-            if sequence in self._waiting:
+            if sequence in self._waiting or job.phase is Phase.EMBED:
                 self.prefill_tokens_computed += item.count
-            if job.released:
+            if job.released or job.phase is Phase.EMBED:
                 continue
             self._seal_full(sequence)
             if sequence.remaining or (sequence.forks and job.first):
@@ -474,6 +487,10 @@ class Scheduler:
             if job.phase is Phase.PREFILL:
                 outcome.announce.append(job)
             if sequence.remaining:
+                continue
+            if job.phase is Phase.EMBED:
+                outcome.embedded.append(job)
+                self._forget(job)
                 continue
             tokens = by_sequence.get(sequence, [])
             failure = next((token.failure for _, token in tokens if token.failure), "")
@@ -654,6 +671,43 @@ class Scheduler:
         if finish is not None:
             job.finished[choice] = finish
         return finish
+
+    # ---- embeddings
+
+    def embed(self, id: int, ids: list[int], deadline: float) -> None:
+        """Take an input in; what it comes to is told in a later `Outcome.embedded`, or `failed`.
+
+        Its blocks are its own: nothing is found in the cache, for every position's hidden state is wanted, and nothing
+        is kept there. Raises BatonError: NO_CAPACITY, CONTEXT_LENGTH_EXCEEDED, INVALID_REQUEST.
+        """
+        validate_input(ids, self.limits)
+        if len(self._jobs) >= self.limits.max_jobs:
+            raise BatonError(Reason.NO_CAPACITY, f"{len(self._jobs)} requests are here already")
+        needed = self._blocks(len(ids))
+        try:
+            if self._owed and needed + self._owed > self.pool.available:
+                raise PoolFull(f"{needed} blocks wanted, and {self._owed} of {self.pool.available} are promised")
+            slots = self.pool.take(needed)
+        except PoolFull as full:
+            raise BatonError(Reason.NO_CAPACITY, str(full)) from full
+        self._order += 1
+        request = Request(f"embed-{id}", 0, ids, SamplingParams(max_tokens=1, seed=0), b"", deadline)
+        job = Job(id, request, self._order, ids, phase=Phase.EMBED)
+        job.primary = Sequence(job, 0, ids, slots, forks=True)
+        job.sequences = [job.primary]
+        self._jobs[id] = job
+        self._embedding.append(job.primary)
+        self.prompt_tokens += len(ids)
+
+    def _embeddings(self, budget: int) -> list[Work]:
+        """Chunks of inputs, oldest first."""
+        work: list[Work] = []
+        for sequence in self._embedding:
+            if budget > 0:
+                count = min(budget, sequence.remaining)
+                budget -= count
+                work.append(Work(sequence, count, "none"))
+        return work
 
     # ---- leak check
 

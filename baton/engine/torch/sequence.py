@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from torch import Tensor
+
 from baton.engine.port import FinishReason, Request, TokenLogprob
 from baton.engine.torch.grammars import Compiled
 from baton.grammar.follow import Follower
@@ -16,6 +18,7 @@ class Phase(Enum):
     RESERVED = auto()  # blocks taken; KV may be loading
     PREFILL = auto()  # computing the prompt for a peer
     GENERATE = auto()
+    EMBED = auto()  # summing the hidden states of the prompt
     ENDED = auto()
 
 
@@ -63,6 +66,8 @@ class Job:
     first: dict[int, int] = field(default_factory=dict)
     """First tokens that were drawn elsewhere, by choice."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    hidden_sum: Tensor | None = None
+    """Of an embedding: the sum [hidden] of the last hidden states computed so far."""
     grammar: Compiled | None = None
     finished: dict[int, FinishReason] = field(default_factory=dict)
     released: bool = False

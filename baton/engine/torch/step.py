@@ -53,3 +53,4 @@ class Outcome:
     announce: list[Job] = field(default_factory=list)
     prefilled: list[tuple[Job, PrefillDone]] = field(default_factory=list)
     failed: list[tuple[Job, Reason, str]] = field(default_factory=list)
+    embedded: list[Job] = field(default_factory=list)

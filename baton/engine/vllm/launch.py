@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.engine.admission import MAX_LOGPROBS
-from baton.engine.needs import lacked_grammars
+from baton.engine.needs import EMBEDDINGS, lacked_grammars
 from baton.engine.port import EngineSpec, Resume
 from baton.engine.vllm import messages as m
 from baton.engine.vllm.options import VllmOptions
@@ -127,5 +127,5 @@ def describe(options: VllmOptions, llm: AsyncLLM, ranks: Sequence[m.Rank], arena
         resume=Resume.TEXT,
         eos_token_ids=tuple(sorted({*load_generation(files).eos_ids, *(e for e in ends if isinstance(e, int))})),
         partial_blocks=False,
-        lacks=lacked_grammars(()),
+        lacks=lacked_grammars(()) | {EMBEDDINGS},
     )

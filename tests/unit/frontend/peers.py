@@ -89,6 +89,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.fate: Callable[[worker_pb2.Frame], Sequence[worker_pb2.Frame]] = lambda frame: [frame]
         """What becomes of each numbered frame on its way."""
         self.attempts: list[Attempt] = []
+        self.embeds: list[worker_pb2.EmbedRequest] = []
+        self.embed: Callable[[worker_pb2.EmbedRequest], Awaitable[worker_pb2.EmbedReply]] | None = None
+        """How it answers `Embed`; None: it is gone."""
+        self.cleared = 0
         self.address = ""
         self.sessions: dict[str, asyncio.Queue[worker_pb2.Frame | None]] = {}
         self.background = Background(id)
@@ -157,6 +161,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             return worker_pb2.SubmitReply(failure=failure(self.refusal))
         self.background.spawn(self.script(attempt), f"{request.attempt.uid}/{request.attempt.attempt}")
         return worker_pb2.SubmitReply(epoch=self.epoch)
+
+    async def Embed(self, request: worker_pb2.EmbedRequest, context: Any) -> worker_pb2.EmbedReply:
+        self.embeds.append(request)
+        if self.embed is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        return await self.embed(request)
+
+    async def ClearCache(self, request: worker_pb2.ClearCacheRequest, context: Any) -> worker_pb2.ClearCacheReply:
+        self.cleared += 1
+        return worker_pb2.ClearCacheReply()
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortReply:
         found = [a for a in self.attempts if (a.message.uid, a.message.attempt) == (request.uid, request.attempt)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ from prometheus_client import CollectorRegistry
 from baton.errors import BatonError
 from services.frontend.anthropic.body import read_message
 from services.frontend.app import create_app
-from services.frontend.listing import MESSAGES, RESPONSES
+from services.frontend.embeddings.body import parse_embeddings
+from services.frontend.listing import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.openapi import describe
-from services.frontend.reference import CHAT, COMPLETIONS, ENDPOINTS, FIELDS, fields, tables
+from services.frontend.reference import ENDPOINTS, FIELDS, fields, tables
+from services.frontend.reference_native import DETOKENIZE, EMBEDDINGS, GENERATE, NATIVE_FIELDS, TOKENIZE
 from services.frontend.reference_talks import TALK_FIELDS
 from services.frontend.responses.body import read_response
 from services.frontend.schema import parse_chat, parse_completion
+from services.frontend.sglang.body import NOT_SAMPLING, SAMPLING, read_generate
+from services.frontend.tokens.body import parse_detokenize, parse_tokenize
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 HI = [{"role": "user", "content": "hi"}]
@@ -26,6 +31,20 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "m", "prompt": "p"},
     RESPONSES: {"model": "m", "input": "p"},
     MESSAGES: {"model": "m", "messages": HI, "max_tokens": 5},
+    EMBEDDINGS: {"model": "m", "input": "p"},
+    TOKENIZE: {"messages": HI},
+    DETOKENIZE: {"tokens": [1]},
+    GENERATE: {"text": "p"},
+}
+PARSERS: dict[str, Callable[[Any], Any]] = {
+    CHAT: lambda body: parse_chat(body, 1000),
+    COMPLETIONS: lambda body: parse_completion(body, 1000),
+    RESPONSES: lambda body: read_response(body, 1000, None),
+    MESSAGES: lambda body: read_message(body, 1000),
+    EMBEDDINGS: lambda body: parse_embeddings(body, 1000, 8),
+    TOKENIZE: parse_tokenize,
+    DETOKENIZE: lambda body: parse_detokenize(body, 1000),
+    GENERATE: lambda body: read_generate(body, 1000),
 }
 
 
@@ -42,23 +61,34 @@ class Noted(dict[str, Any]):
 
 
 def parse(path: str, body: dict[str, Any]) -> Any:
-    if path == RESPONSES:
-        return read_response(body, 1000, None)
-    return {CHAT: parse_chat, COMPLETIONS: parse_completion, MESSAGES: read_message}[path](body, 1000)
+    body.get("model")  # is read before what else there is
+    return PARSERS[path](body)
+
+
+def with_field(path: str, name: str, value: Any) -> dict[str, Any]:
+    outer, _, inner = name.partition(".")
+    return GOOD[path] | {outer: {inner: value} if inner else value}
 
 
 @pytest.mark.parametrize("path", GOOD)
 def test_every_field_that_is_read_is_in_the_table_and_the_other_way(path: str) -> None:
     body = Noted(GOOD[path])
     parse(path, body)
-    assert body.read == {field.name for field in fields(path) if field.status != "ignored"}
+    named = {field.name for field in fields(path) if field.status != "ignored"}
+    assert body.read == {name for name in named if "." not in name}
+
+
+def test_every_sampling_parameter_of_generate_is_in_the_table() -> None:
+    status = {field.name.partition(".")[2]: field.status for field in fields(GENERATE) if "." in field.name}
+    assert {name for name, one in status.items() if one == "works"} == set(SAMPLING)
+    assert {name for name, one in status.items() if one == "refused"} == set(NOT_SAMPLING)
 
 
 @pytest.mark.parametrize("path", GOOD)
 def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
     for field in fields(path):
         for value in ("x", ["x"], {"x": "y"}, True, 7):
-            body = GOOD[path] | {field.name: value}
+            body = with_field(path, field.name, value)
             if field.status == "refused":
                 with pytest.raises(BatonError) as caught:
                     parse(path, body)
@@ -67,13 +97,14 @@ def test_refused_fields_are_refused_and_ignored_ones_are_not(path: str) -> None:
                 assert parse(path, body) == parse(path, GOOD[path])
         if field.status == "refused":
             for value in (None, False, "", [], {}):
-                assert parse(path, GOOD[path] | {field.name: value}) == parse(path, GOOD[path])
+                assert parse(path, with_field(path, field.name, value)) == parse(path, GOOD[path])
 
 
 def test_a_field_is_listed_once_for_each_endpoint() -> None:
-    listed = [(field.name, path) for field in (*FIELDS, *TALK_FIELDS) for path in field.where]
+    every = (*FIELDS, *TALK_FIELDS, *NATIVE_FIELDS)
+    listed = [(field.name, path) for field in every for path in field.where]
     assert len(set(listed)) == len(listed)
-    assert all((field.schema is not None) == (field.status == "works") for field in (*FIELDS, *TALK_FIELDS))
+    assert all((field.schema is not None) == (field.status == "works") for field in every)
 
 
 def test_the_document_has_the_tables() -> None:

@@ -7,12 +7,13 @@ scheduler says, and that nothing is written where somebody else may read.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 
 from baton.engine.admission import Limits
 from baton.engine.port import FinishReason, Request
 from baton.engine.torch.scheduler import Scheduler
-from baton.engine.torch.sequence import Job
+from baton.engine.torch.sequence import Job, Phase
 from baton.engine.torch.step import Draw, Drawn, Outcome, Work
 from baton.kv.keys import block_keys, chain
 from baton.kv.pool import BlockPool
@@ -88,6 +89,14 @@ class FakeKv:
         self._next_id += 1
         return self.scheduler.reserve(self._next_id, request, *names(request), decode_room)
 
+    def embed(self, ids: Sequence[int]) -> Job:
+        """As a host would send it."""
+        self._next_id += 1
+        self.scheduler.embed(self._next_id, list(ids), time.time() + 1e6)
+        job = self.scheduler.job(self._next_id)
+        assert job is not None
+        return job
+
     def load(self, job: Job, tokens: int) -> None:
         """A verified read: bytes into the job's own slots, then the commit."""
         for position in range(job.primary.computed, tokens):
@@ -114,6 +123,10 @@ class FakeKv:
                 slot = sequence.slots[position // BLOCK]
                 self._check_writable(slot)
                 self.memory[slot][position % BLOCK] = context(sequence.tokens[: position + 1])
+            if sequence.job.phase is Phase.EMBED:
+                # As if a token's hidden state were its id: what is summed twice or left out shows.
+                part = sum(sequence.tokens[sequence.computed : sequence.computed + item.count])
+                sequence.job.hidden_sum = (sequence.job.hidden_sum or 0) + part  # type: ignore[assignment]
 
     def draw(self, draws: Iterable[Draw]) -> list[Drawn]:
         """What the model says."""

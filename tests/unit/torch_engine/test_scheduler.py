@@ -274,3 +274,38 @@ def test_reservations_are_bounded(kv: FakeKv) -> None:
     assert caught.value.reason is Reason.NO_CAPACITY
     kv.scheduler.release(jobs[0])
     kv.reserve(asked("g", 1))
+
+
+def test_embeddings_take_what_prompts_leave_and_a_quarter_at_least(kv: FakeKv) -> None:
+    kv = FakeKv(24, replace(LIMITS, chunk_tokens=8))
+    first = kv.embed(range(1, 21))
+    start(kv, asked("a", 7))
+    start(kv, asked("b", 8))
+    assert planned(kv) == [("a", 6), (f"embed-{first.id}", 2)], "younger prompts come first"
+    assert planned(kv) == [("a", 1), ("b", 5), (f"embed-{first.id}", 2)]
+    second = kv.embed([1, 2])
+    assert planned(kv) == [("a", 1), ("b", 3), (f"embed-{first.id}", 5)]
+    assert planned(kv) == [("a", 1), ("b", 1), (f"embed-{first.id}", 8)], "all of it when nobody else is there"
+    assert planned(kv) == [("a", 1), ("b", 1), (f"embed-{first.id}", 3), (f"embed-{second.id}", 2)]
+    while kv.scheduler.has_work():
+        planned(kv)
+    assert kv.scheduler.check_integrity() == []
+    assert kv.pool.available == 24
+
+
+def test_an_embedding_is_refused_without_room_and_ends_at_its_deadline(kv: FakeKv) -> None:
+    for ids, reason in (([], Reason.INVALID_REQUEST), ([VOCAB], Reason.INVALID_REQUEST),
+                        ([1] * 41, Reason.CONTEXT_LENGTH_EXCEEDED)):  # fmt: skip
+        with pytest.raises(BatonError) as caught:
+            kv.embed(ids)
+        assert (caught.value.reason, caught.value.param) == (reason, "input")
+    kv = FakeKv(3, LIMITS)
+    kv.embed([1] * 12)
+    with pytest.raises(BatonError) as caught:
+        kv.embed([1])
+    assert caught.value.reason is Reason.NO_CAPACITY
+    job = next(iter(kv.scheduler._jobs.values()))
+    job.request = replace(job.request, deadline=0.0)
+    outcome = kv.step()
+    assert [(j, reason) for j, reason, _ in outcome.failed] == [(job, Reason.DEADLINE_EXCEEDED)]
+    assert kv.pool.available == 3

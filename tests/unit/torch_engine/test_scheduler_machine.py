@@ -51,6 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.said = [2, 7]
         """Prompt and output of the last request that ended: what a conversation sends next."""
         self.generating: list[Job] = []
+        self.embedding: list[Job] = []
+        self.embedded: list[Job] = []
         self.failed: set[str] = set()
         self.gone: set[Job] = set()
         self.in_step: tuple[list[Work], Outcome] | None = None
@@ -191,6 +193,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.no_capacity(error)
             self.kv.scheduler.release(job)
 
+    @rule(text=st.sampled_from(["first", "second", "said"]), length=st.integers(1, 24))
+    def embed(self, text: str, length: int) -> None:
+        ids = (self.said if text == "said" else TEXTS[text])[:length]
+        held = self.kv.scheduler.pinned
+        try:
+            job = self.kv.embed(ids)
+        except BatonError as error:
+            self.no_capacity(error)
+            assert self.kv.scheduler.pinned == held
+            return
+        self.jobs.append(job)
+        self.embedding.append(job)
+
     @rule(data=st.data())
     def stop_prefill(self, data: st.DataObject) -> None:
         job = self.draw_job(data, Phase.PREFILL)
@@ -199,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        job = self.draw_job(data, Phase.RESERVED, Phase.PREFILL, Phase.GENERATE)
+        job = self.draw_job(data, Phase.RESERVED, Phase.PREFILL, Phase.GENERATE, Phase.EMBED)
         if job is not None:
             self.gone.add(job)
             self.kv.scheduler.release(job)
@@ -286,6 +301,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.kv.check(job.primary.slots, job.prompt, len(job.prompt))
             blocks = -(-len(job.prompt) // BLOCK)
             assert all(self.kv.pool.slot(s).tokens for s in job.primary.slots[:blocks]), "all sealed"
+        for job in outcome.embedded:
+            assert job not in self.gone
+            assert job.hidden_sum == sum(job.prompt), "each position once"
+        self.embedded += outcome.embedded
         assert not outcome.failed
 
     @invariant()
@@ -330,6 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for job in self.generating:
             if job not in self.gone and job.request.uid not in self.failed:
                 assert {(job.request.uid, c) for c in job.request.choices} <= set(self.ended), "a choice never ended"
+        assert sorted(j.id for j in self.embedded) == sorted(j.id for j in self.embedding if j not in self.gone)
         assert self.kv.scheduler.check_integrity() == []
         assert self.kv.pool.available == SLOTS
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncIterator, Sequence
 
 from baton.engine.needs import lacked_grammars
@@ -90,6 +91,10 @@ class ScriptedEngine(Engine):
         self.cached: set[bytes] = set()
         """Keys that `hold` finds."""
         self.held: list[list[bytes]] = []
+        self.embedding: list[int] = []
+        """Lengths of the inputs that are here."""
+        self.stopped_at = 0.0
+        """`EngineStats.step_started`."""
         self.generated: list[tuple[Request, Sequence[FirstToken], int]] = []
 
     async def step(self) -> None:
@@ -165,8 +170,18 @@ class ScriptedEngine(Engine):
         finally:
             self.held.pop()
 
+    async def embed(self, ids: Sequence[int], deadline: float) -> bytes:
+        self.embedding.append(len(ids))
+        try:
+            await self.step()
+            if self.fail_reserve is not None:
+                raise self.fail_reserve
+            return struct.pack("<f", sum(ids))
+        finally:
+            self.embedding.remove(len(ids))
+
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.live))
+        return EngineStats(running=len(self.live), step_started=self.stopped_at)
 
     async def check_integrity(self) -> list[str]:
         return [f"{r.request.uid} is held" for r in self.live]
