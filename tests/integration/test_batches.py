@@ -208,7 +208,8 @@ async def test_requests_for_files_and_batches_are_checked(client: AsyncOpenAI, h
     file = {"file": ("x.jsonl", b"{}\n")}
     assert await post() == (404, "not_found", "input_file_id")
     assert await post(input_file_id=7) == (400, "invalid_value", "input_file_id")
-    assert await post(endpoint="/v1/models") == (400, "invalid_value", "endpoint")
+    for endpoint in ("/v1/models", {}, [], None, 7):
+        assert await post(endpoint=endpoint) == (400, "invalid_value", "endpoint")
     assert await post(completion_window="1h") == (400, "invalid_value", "completion_window")
     assert await post(metadata={"a": 1}) == (400, "invalid_value", "metadata")
     for path in ("/v1/files/file-x", "/v1/files/..%2Flock", "/v1/files/file-x/content", "/v1/batches/batch_x"):
