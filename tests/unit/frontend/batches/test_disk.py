@@ -257,7 +257,9 @@ async def test_a_full_disk_takes_all_of_it_or_nothing(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "write", full)
-    both = await asyncio.gather(*(results.add(OUTPUT, str(n), LINE % b"%d" % n) for n in (1, 2)), return_exceptions=True)
+    both = await asyncio.gather(
+        *(results.add(OUTPUT, str(n), LINE % b"%d" % n) for n in (1, 2)), return_exceptions=True
+    )
     assert [error.reason for error in both if isinstance(error, BatonError)] == [Reason.STORAGE_FULL] * 2
     monkeypatch.undo()
     assert results.paths[OUTPUT].read_bytes() == LINE % b"0"
