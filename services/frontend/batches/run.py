@@ -202,6 +202,9 @@ class Run:
 
     async def _keep_results(self) -> None:
         """What was done before a batch failed is worth having."""
+        await self._results.settle()
+        if self.batch.status is Status.IN_PROGRESS:
+            self._count()
         try:
             await self._make_files()
         except OSError as error:
