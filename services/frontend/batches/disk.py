@@ -11,13 +11,28 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from baton.errors import BatonError, Reason
 
 LOCK_S = 10.0
 """How long the frontend before us may take to leave."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def to_end(work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+    """Do it in a thread, and wait for its end also when cancelled: who comes after us must find nothing half done."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **more))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait([task])
 
 
 async def lock(directory: Path) -> int:
