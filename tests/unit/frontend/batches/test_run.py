@@ -176,7 +176,7 @@ async def test_late_lines_are_told_and_what_is_done_is_kept(tmp_path: Path) -> N
         batch = await over(batches, batch.id)
         assert batch.status is Status.EXPIRED
         assert batch.at["expired"]
-        assert batch.done + batch.failed <= 5, "those that never ran count for neither"
+        assert batch.done + batch.failed <= scripted.answered.total() < LINES, "those that never ran count for neither"
         complete(batches, batch)
         lines = batches.files.path(batch.error_file_id or "").read_text().splitlines()
         codes = Counter(json.loads(one)["error"]["code"] for one in lines)
