@@ -14,6 +14,8 @@ BESIDE = 0.05
 ALONE_S = 0.03
 LEAST_CHUNK = 16
 """Prompt tokens: with fewer, a step's fixed part is nearly all of it."""
+LEAST_STREAMS = 8
+"""Alone: a cost that was learnt on a bad day would else never be learnt anew."""
 POOL_SHARE = 4
 
 
@@ -37,7 +39,7 @@ class Allowed:
 def allowed(step_s: float, room: int, chunk_tokens: int, costs: Costs) -> Allowed:
     """For a step that takes `step_s` for others (0: there are none of them in it), with `room` for streams."""
     if step_s <= 0:
-        streams = max(1, int(ALONE_S / costs.stream_s)) if costs.stream_s > 0 else room
+        streams = max(LEAST_STREAMS, int(ALONE_S / costs.stream_s)) if costs.stream_s > 0 else room
         tokens = max(LEAST_CHUNK, int(ALONE_S * costs.prefill_tok_s))
         return Allowed(min(room, streams), min(chunk_tokens, tokens))
     slack = BESIDE * step_s

@@ -16,7 +16,7 @@ from baton.errors import BatonError, Reason
 from baton.rpc.tasks import Background
 from services.frontend.batches.answer import Answerer
 from services.frontend.batches.batch import Batch, Status
-from services.frontend.batches.disk import Space, lock, storage_full, to_its_end, write_whole
+from services.frontend.batches.disk import Space, lock, storage_full, to_end, write_whole
 from services.frontend.batches.files import UPLOAD, Files, new_id
 from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.batches.results import Results
@@ -117,7 +117,7 @@ class Batches:
         batch = Batch(new_id("batch_"), endpoint, file.id, metadata, int(time.time()))
         self._known[batch.id] = batch  # from here on its input cannot be deleted
         try:
-            await to_its_end(self._save, batch)
+            await to_end(self._save, batch)
         except OSError as error:
             del self._known[batch.id]
             raise storage_full(error) from error
@@ -135,7 +135,7 @@ class Batches:
             batch.status, batch.ends = Status.CANCELLING, Status.CANCELLED
             batch.at.setdefault(Status.CANCELLING.value, int(time.time()))
             try:
-                await to_its_end(self._save, batch)
+                await to_end(self._save, batch)
             except OSError as error:
                 _log.error("a batch's record could not be written", batch=id, error=str(error))
         if id in self._runs:

@@ -17,11 +17,22 @@ from typing import ParamSpec, TypeVar
 
 from baton.errors import BatonError, Reason
 
-P = ParamSpec("P")
-T = TypeVar("T")
 LOCK_S = 10.0
 """How long the frontend before us may take to leave."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def to_end(work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+    """Do it in a thread, and wait for its end also when cancelled: who comes after us must find nothing half done."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **more))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait([task])
 
 
 async def lock(directory: Path) -> int:
@@ -58,19 +69,6 @@ def write_whole(path: Path, data: bytes) -> None:
         beside.unlink(missing_ok=True)
         raise
     sync_names(path.parent)
-
-
-async def to_its_end(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`call` in a thread. A thread cannot be stopped: who is cancelled meanwhile still waits for its end, so nothing is
-    written for somebody who has gone. Raises what `call` raises."""
-    work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()  # nobody is left to be told
-        raise
 
 
 def sync_names(directory: Path) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from baton.errors import BatonError, Reason
-from services.frontend.batches.disk import Space, storage_full, sync_names, write_whole
+from services.frontend.batches.disk import Space, storage_full, sync_names, to_end, write_whole
 
 MAX_FILES = 10_000
 UPLOADS_AT_ONCE = 8
@@ -142,7 +142,7 @@ class Files:
             raise BatonError(Reason.FILE_IN_USE, f"{id} is needed by {batch}: cancel that first.", param="id")
         del self._known[id]
         try:
-            await asyncio.to_thread(self._remove, id)
+            await to_end(self._remove, id)
         except OSError as error:
             self._known[id] = file
             raise storage_full(error) from error
@@ -208,13 +208,10 @@ class Upload:
     async def keep(self, filename: str, purpose: str) -> File:
         """It is complete. Raises BatonError."""
         made = File(self.id, self._size, int(time.time()), filename, purpose, self._digest.hexdigest(), self._lines)
-        keeping = asyncio.ensure_future(asyncio.to_thread(self._keep, made))
         try:
-            return await asyncio.shield(keeping)
+            return await to_end(self._keep, made)
         except OSError as error:
             raise storage_full(error) from error
-        finally:
-            await asyncio.wait([keeping])  # also when the client has gone: it is kept, or it is not
 
     def _keep(self, made: File) -> File:
         self._file.flush()

@@ -123,7 +123,7 @@ def read_create(body: bytes | bytearray) -> tuple[str, str, dict[str, str] | Non
     if not isinstance(file_id, str) or not file_id:
         raise invalid("You must provide 'input_file_id'.", "input_file_id")
     endpoint = raw.get("endpoint")
-    if endpoint not in ENDPOINTS:
+    if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         raise invalid(f"'endpoint' must be one of {', '.join(ENDPOINTS)}.", "endpoint")
     if raw.get("completion_window") != "24h":
         raise invalid("'completion_window' must be 24h.", "completion_window")

@@ -17,7 +17,7 @@ import structlog
 from baton.errors import BatonError, Reason
 from services.frontend.batches.answer import Answerer, line_of
 from services.frontend.batches.batch import Batch, Status
-from services.frontend.batches.disk import storage_full, to_its_end
+from services.frontend.batches.disk import storage_full, to_end
 from services.frontend.batches.files import Files
 from services.frontend.batches.lines import MAX_LINE_BYTES, Index, LineError, check_lines, read_line
 from services.frontend.batches.metrics import BatchMetrics
@@ -86,7 +86,7 @@ class Run:
                 await self._fail(errors)
                 return
             batch.total = len(index)
-            await to_its_end(self._results.open)
+            await to_end(self._results.open)
             if batch.status is Status.VALIDATING:
                 await self._become(Status.IN_PROGRESS)
             batch.ends = await self._answer_all(index)
@@ -94,7 +94,7 @@ class Run:
                 await self._tell_rest(index, *_ENDED[batch.ends])
             await self._become(Status.FINALIZING if batch.ends is not Status.CANCELLED else Status.CANCELLING)
         else:
-            await to_its_end(self._results.open)
+            await to_end(self._results.open)
         await self._finalize()
 
     # ---- the input
@@ -181,7 +181,7 @@ class Run:
         await self._become(batch.ends)
         self._metrics.batches.labels(batch.ends.value).inc()
         try:
-            await to_its_end(self._results.remove)
+            await to_end(self._results.remove)
         except OSError as error:  # they go at the next start
             _log.warning("results not removed", batch=batch.id, error=str(error))
 
@@ -195,13 +195,16 @@ class Run:
 
     async def _adopt(self, kind: str, id: str) -> str:
         known = id in self._files
-        await to_its_end(self._files.adopt, self._results.paths[kind], id, f"{self.batch.id}_{kind}.jsonl")
+        await to_end(self._files.adopt, self._results.paths[kind], id, f"{self.batch.id}_{kind}.jsonl")
         if known:
             self._results.forget(kind)  # it is counted as that file already
         return id
 
     async def _keep_results(self) -> None:
         """What was done before a batch failed is worth having."""
+        await self._results.settle()
+        if self.batch.status is Status.IN_PROGRESS:
+            self._count()
         try:
             await self._make_files()
         except OSError as error:
@@ -220,7 +223,7 @@ class Run:
     async def _become(self, status: Status) -> None:
         self.batch.status = status
         self.batch.at.setdefault(status.value, int(time.time()))
-        await to_its_end(self._save, self.batch)
+        await to_end(self._save, self.batch)
 
 
 async def _set(event: asyncio.Event) -> None:

@@ -10,7 +10,7 @@ import pytest
 from baton.engine.admission import Limits
 from baton.engine.port import Request
 from baton.engine.predict import StepCost
-from baton.engine.torch.lane import ALONE_S, BESIDE, LEAST_CHUNK, Allowed, Costs, allowed, kept
+from baton.engine.torch.lane import ALONE_S, BESIDE, LEAST_CHUNK, LEAST_STREAMS, Allowed, Costs, allowed, kept
 from baton.errors import BatonError, Reason
 from tests.unit.torch_engine.fake_kv import BLOCK, VOCAB, FakeKv
 from tests.unit.torch_engine.test_scheduler import asked, planned, start
@@ -31,7 +31,7 @@ LIMITS = Limits(
         (0.0, 8, Costs(0.001, 1e9), Allowed(8, 256)),  # never more than a step's chunk
         (0.0, 0, Costs(0.001, 1000), Allowed(0, int(ALONE_S * 1000))),
         (0.0, 64, Costs(ALONE_S / 20, 1000), Allowed(20, int(ALONE_S * 1000))),
-        (0.0, 64, Costs(1.0, 1000), Allowed(1, int(ALONE_S * 1000))),  # one may always go on
+        (0.0, 64, Costs(1.0, 1000), Allowed(LEAST_STREAMS, int(ALONE_S * 1000))),  # some may always go on
         (0.020, 8, Costs(0, 1000), Allowed(0, 0)),  # beside others, what a stream costs is not known
         (0.020, 8, Costs(BESIDE * 0.020, 1000), Allowed(1, 0)),  # exactly the slack
         (0.020, 8, Costs(BESIDE * 0.020 * 1.001, 1000), Allowed(0, 0)),  # a little more than the slack
