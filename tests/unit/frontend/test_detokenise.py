@@ -28,7 +28,7 @@ def test_characters_split_over_tokens_come_whole(model: Model) -> None:
 
 def test_an_unfinished_character_at_the_end_is_not_shown(model: Model) -> None:
     ids = model.tokenizer.encode("a😀", add_special=False)[:-1]
-    assert _choice(model).push(ids, (), "length") == Piece("a", [], "length")
+    assert _choice(model).push(ids, (), "length") == Piece("a", [], "length", taken=len(ids))
 
 
 def test_the_end_token_is_counted_and_not_shown(model: Model) -> None:

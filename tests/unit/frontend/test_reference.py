@@ -9,12 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError
+from services.frontend.anthropic.body import read_message
 from services.frontend.app import create_app
+from services.frontend.listing import MESSAGES, RESPONSES
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.openapi import describe
 from services.frontend.reference import CHAT, COMPLETIONS, ENDPOINTS, FIELDS, fields, tables
-from services.frontend.anthropic.body import read_message
-from services.frontend.listing import MESSAGES, RESPONSES
 from services.frontend.reference_talks import TALK_FIELDS
 from services.frontend.responses.body import read_response
 from services.frontend.schema import parse_chat, parse_completion
