@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/messages` on real processes: a stream whose worker is killed says what others say.
+"""Responses and messages on real processes: a stream whose worker is killed says what an undisturbed one says.
 
 A random model in f32, greedy, so that there is one right answer.
 """

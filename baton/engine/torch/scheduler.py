@@ -685,8 +685,10 @@ class Scheduler:
             raise BatonError(Reason.NO_CAPACITY, f"{len(self._jobs)} requests are here already")
         needed = self._blocks(len(ids))
         try:
-            if self._owed and needed + self._owed > self.pool.available:
-                raise PoolFull(f"{needed} blocks wanted, and {self._owed} of {self.pool.available} are promised")
+            owed = self._owed(batch=False)
+            self._shed(needed + owed)
+            if owed and needed + owed > self.pool.available:
+                raise PoolFull(f"{needed} blocks wanted, and {owed} of {self.pool.available} are promised")
             slots = self.pool.take(needed)
         except PoolFull as full:
             raise BatonError(Reason.NO_CAPACITY, str(full)) from full

@@ -58,7 +58,7 @@ async def test_whole(stack: Stack, model: Model) -> None:
     system: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Be kind."}]  # fmt: skip # noqa: E501
     raw = await anthropic_client(stack).messages.with_raw_response.create(
         **body(stack, system=system, metadata={"user_id": "u"}),
-        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 4},  # newer models of theirs do not take them
+        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 4},  # this client no longer knows them
     )
     message = await raw.parse()
     assert [(block.type, block.text) for block in message.content] == [("text", TEXT)]
