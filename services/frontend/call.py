@@ -42,7 +42,7 @@ class Ask:
     shown: Mapping[int, str] = field(default_factory=dict)
     """Control tokens that are shown as text."""
 
-    def work(self, uid: str, n: int, deadline: float, turn: Turn | None) -> Work:
+    def work(self, uid: str, n: int, deadline: float, turn: Turn | None = None) -> Work:
         """It, `n` times, as a generation does it until `deadline` (`time.time()` seconds); in the batch lane, with its
         turn."""
         shows = {needs.TOKEN_IDS: self.show.ids, needs.SPECIAL_TOKENS: self.show.special}

@@ -56,7 +56,7 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     process.closing(channels.close)
     ProcessCollector(registry=process.collectors)
     metrics = FrontendMetrics(process.collectors)
-    sessions = Sessions(process.id, model.name, background, metrics, lambda worker: router.failed(worker))
+    sessions = Sessions(process.id, model.name, channels, background, metrics, lambda worker: router.failed(worker))
     workers = registry.view("workers", registry_pb2.Worker, confirm=sessions.answers)
     routers = registry.view("routers", registry_pb2.Router)
     router = RouterClient(routers, workers, sessions.live(), channels, metrics)

@@ -30,11 +30,14 @@ class Sessions:
         self,
         frontend: str,
         model: str,
+        channels: Channels,
         background: Background,
         metrics: FrontendMetrics,
         failed: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`failed` hears the id of each worker that was lost or could not be reached, at once."""
+        """`channels` are for calls beside sessions, which have connections of their own. `failed` hears the id of each
+        worker that was lost or could not be reached, at once."""
+        self._channels = channels
         self._failed = failed
         self._frontend = frontend
         self._model = model

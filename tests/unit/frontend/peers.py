@@ -265,6 +265,7 @@ class Stack:
         self.sessions = Sessions(
             "frontend-test",
             model.name,
+            self.channels,
             self.background,
             self.metrics,
             lambda worker: self.client.failed(worker),

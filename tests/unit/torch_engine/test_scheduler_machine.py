@@ -245,7 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         outcome = Outcome()
         work = self.kv.scheduler.plan(outcome)
         assert sum(w.count for w in work if w.sequence in self.kv.scheduler._waiting) <= LIMITS.chunk_tokens
-        assert sum(w.sequence not in self.kv.scheduler._waiting for w in work) <= LIMITS.max_streams
+        assert sum(w.sequence in self.kv.scheduler._running for w in work) <= LIMITS.max_streams
         for slot in self.late:
             self.kv.memory[slot] = [GARBAGE] * BLOCK  # the late bytes
         self.in_step = (work, outcome)
