@@ -26,5 +26,7 @@ def explain(home: Home, prompt: str, *, max_tokens: int, raw: bool) -> dict[str,
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise CliError(f"{url} does not answer: {error!r}", "see `baton status` and `baton logs frontend`") from error
     if "error" in answer:
-        raise CliError(answer["error"]["message"], "give --raw to take the text as it is, without the chat template")
+        too_long = answer["error"].get("code") == "context_length_exceeded"
+        hint = "give a shorter prompt, or fewer --max-tokens" if too_long else "--raw leaves the chat template out"
+        raise CliError(answer["error"]["message"], hint)
     return answer

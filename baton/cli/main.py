@@ -243,7 +243,8 @@ def bench(
     """Run a benchmark: `baton bench NAME [its options]`. `baton bench NAME --help` tells its options."""
     root = project_root()
     folder = root / "bench" if root else None
-    known = sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_")) if folder else []
+    # The others are their parts: they take no options.
+    known = sorted(file.stem for file in folder.glob("*.py") if "ArgumentParser(" in file.read_text()) if folder else []
     if name in ("", "-h", "--help"):
         out.print("usage: baton bench NAME [its options]\n", markup=False)
         out.print("benchmarks: " + (", ".join(known) or "none (a checkout carries them)"), markup=False)

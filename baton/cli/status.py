@@ -34,6 +34,7 @@ class Row:
     cpu_percent: float = 0.0
     uptime_s: float = 0.0
     log: str = ""
+    metrics: str = ""
     engine: str = ""
     router: dict[str, object] = field(default_factory=dict)
 
@@ -93,7 +94,9 @@ def _view(home: Home) -> router_pb2.ViewReply:
 
 
 def _row(record: Record, process: psutil.Process | None) -> Row:
-    row = Row(record.name, record.role, record.id, record.pid, record.address, "dead", log=record.log)
+    row = Row(
+        record.name, record.role, record.id, record.pid, record.address, "dead", log=record.log, metrics=record.metrics
+    )
     if process is None:
         return row
     try:
