@@ -75,6 +75,10 @@ OPERATIONS = [
 EACH = CASES // (2 * sum(method == "POST" and "{" not in path for method, path in OPERATIONS) + 1)
 """Of an operation's right or wrong bodies: however many operations there are, CASES is what is drawn."""
 
+EITHER = ("/tokenize", "/generate")
+"""Bodies of these have one of two fields: few that are drawn are right, of MANY some."""
+MANY = 100
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
@@ -150,6 +154,7 @@ def test_what_is_drawn_is_answered_as_described(
 
     draw()
     print(f"{method} {path} {mode.value}: {statuses}")
-    if not wrong and "{id}" not in path and (method, path) != ("POST", "/v1/batches"):  # nobody has what these name
+    known = "{id}" not in path and path != "/v1/batches"  # nobody has what the others name
+    if not wrong and known and (EACH >= MANY or path not in EITHER):
         assert statuses.get(200), "nothing that was drawn is right"
     stack.settle()

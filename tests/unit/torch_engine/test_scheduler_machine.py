@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             job = self.kv.embed(ids)
         except BatonError as error:
             self.no_capacity(error)
-            assert self.kv.scheduler.pinned == held
+            assert self.kv.scheduler.pinned <= held  # the batch lane may have given way, and not enough
             return
         self.jobs.append(job)
         self.embedding.append(job)
