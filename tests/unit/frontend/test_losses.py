@@ -150,6 +150,7 @@ async def test_outputs_that_are_well_go_on_while_another_waits_for_a_place(model
             await attempt.play(ids)
         else:
             await attempt.tokens(ids[:3], offset=0)
+            await until(lambda: len(attempt.worker.attempts) == 2)
             attempt.worker.refusal = BatonError(Reason.NO_CAPACITY, "full")
             await attempt.send(failed(attempt, Reason.ENGINE_FAILED))
 
