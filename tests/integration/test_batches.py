@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -67,6 +68,17 @@ def line(n: int, *, tokens: int = 6, url: str = COMPLETIONS, **body: Any) -> dic
 
 def text_of(lines: Lines) -> bytes:
     return "".join(json.dumps(one) + "\n" for one in lines).encode()
+
+
+def alike(one: Any, other: Any) -> bool:
+    """The same, but for the last bits of log probabilities: who else was in a step changes them."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, abs_tol=1e-3)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
 
 
 async def start(client: AsyncOpenAI, lines: Lines | bytes, endpoint: Any = COMPLETIONS) -> Any:
@@ -139,7 +151,7 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
         assert answer["request_id"]
         body = lines[n]["body"]
         alone = await (client.chat.completions if url == CHAT else client.completions).create(**body)
-        assert answer["body"]["choices"] == json.loads(alone.model_dump_json(exclude_unset=True))["choices"]
+        assert alike(answer["body"]["choices"], json.loads(alone.model_dump_json(exclude_unset=True))["choices"])
         assert answer["body"]["usage"]["completion_tokens"] == alone.usage.completion_tokens
     listed = await client.batches.list(limit=1)
     assert [one.id for one in listed.data] == [batch.id]
