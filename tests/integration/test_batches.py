@@ -171,7 +171,8 @@ async def test_lists_come_in_pages(client: AsyncOpenAI) -> None:
     paged = [file.id async for file in client.files.list(limit=2, purpose="batch")]
     assert {f.id for f in files} <= set(paged)
     assert len(paged) == len(set(paged))
-    assert {b.id for b in batches} <= {batch.id async for batch in client.batches.list(limit=2)}
+    newest = [b.id for b in reversed(batches)]
+    assert [batch.id async for batch in client.batches.list(limit=2)][: len(newest)] == newest
     with pytest.raises(openai.BadRequestError):
         await client.batches.list(limit=0)
     with pytest.raises(openai.BadRequestError):

@@ -99,7 +99,8 @@ class Batches:
 
     def all(self) -> list[Batch]:
         """Every batch, newest first."""
-        return sorted(self._known.values(), key=lambda batch: (batch.created, batch.id), reverse=True)
+        # Sorting keeps the order in which those of the same second came.
+        return sorted(self._known.values(), key=lambda batch: batch.created)[::-1]
 
     async def create(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None) -> Batch:
         """A batch over an uploaded file; it starts at once. Raises BatonError."""

@@ -120,7 +120,8 @@ class Files:
 
     def all(self) -> list[File]:
         """Every file, newest first."""
-        return sorted(self._known.values(), key=lambda file: (file.created, file.id), reverse=True)
+        # Sorting keeps the order in which those of the same second came.
+        return sorted(self._known.values(), key=lambda file: file.created)[::-1]
 
     def upload(self) -> Upload:
         """A new file, to be written; `close` on every path. Raises BatonError NO_CAPACITY, STORAGE_FULL."""
