@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 
-from baton.engine.port import FirstToken, Reservation
+from baton.engine.port import FinishReason, FirstToken, Reservation
 from baton.errors import BatonError, Reason
 from baton.kv.handle import Handle
 from baton.rpc.codec import first_token_from_pb, handle_from_pb, peer_from_pb, request_to_pb
@@ -144,7 +145,9 @@ class Handover:
         told = sorted(token.choice for token in first)
         if self.first or told != sorted(request.choices) or any(token.token_id >= vocabulary for token in first):
             raise BatonError(Reason.PREFILL_UNAVAILABLE, f"{self.target.id} told first tokens that cannot be")
-        return first
+        if self._attempt.tokens + 1 < self._context.spec.max_context:
+            return first
+        return [token if token.finish else replace(token, finish=FinishReason.LENGTH) for token in first]
 
     async def _next(
         self, call: grpc.aio.UnaryStreamCall[pb.RunRequest, pb.RunEvent], silence_s: float | None

@@ -363,13 +363,19 @@ class Generation:
         if ids:
             self._progress(leg, len(ids))
             choice.received.extend(ids)
-        if event.finish:
+        full = event.finish == "length" and len(choice.received) < self.work.sampling.max_tokens
+        finish = "" if full else event.finish
+        if finish:
             choice.finished = True
-        if ids or event.finish or event.prompt_logprobs:
-            output = Output(self, choice.index, ids, event.tokens.logprobs, event.finish, event.prompt_logprobs)
+        if ids or finish or event.prompt_logprobs:
+            output = Output(self, choice.index, ids, event.tokens.logprobs, finish, event.prompt_logprobs)
             self._inbox.put(output)
-        if event.finish:
+        if finish:
             self._settle(leg.attempt)
+        elif full:
+            # Its worker's context has ended, not what was asked for: another worker's may be longer.
+            message = f"the context of {leg.session.worker} ended at {len(choice.received)} output tokens"
+            self.on_broken(leg, BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message), handback=False)
 
     def _take_text(self, leg: Leg, choice: Choice, event: worker_pb2.Event) -> None:
         """As `_take`, of an engine that answers text: offsets count this attempt's characters."""
@@ -446,7 +452,8 @@ class Generation:
     def _judge(self, broken: Broken, *, resumed: bool) -> Row:
         """Whether to go on after a failure, and whom to leave out. Raises the failure when not."""
         error, plan = broken.error, broken.leg.plan
-        if error.reason is Reason.PREEMPTED:
+        outgrown = error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and broken.leg.first_token > 0
+        if error.reason is Reason.PREEMPTED or outgrown:
             return broken.leg.row
         row = broken.leg.row.longer(broken.at)
         # A worker takes what it must fail until it knows that its engine is away: no fault of the request's.

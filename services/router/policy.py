@@ -98,7 +98,7 @@ def _barred(worker: WorkerState, ask: Ask) -> str:
         return worker.unusable
     if ask.needs and not ask.needs.isdisjoint(worker.lacks):
         return f"{LACKS}: {worker.id} cannot do {', '.join(sorted(ask.needs & worker.lacks))}"
-    if worker.max_context and ask.prompt_tokens + (worker.role is not Role.PREFILL) > worker.max_context:
+    if worker.max_context and ask.prompt_tokens >= worker.max_context:
         return f"{Reason.CONTEXT_LENGTH_EXCEEDED.name}: {worker.id} takes {worker.max_context} tokens"
     if worker.blocks_total and (needed := worker.blocks_for(ask.prompt_tokens)) > worker.blocks_free:
         return f"{Reason.NO_CAPACITY.name}: {worker.id} has {worker.blocks_free} of {needed} blocks"

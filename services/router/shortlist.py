@@ -92,7 +92,7 @@ def _capacity(state: WorkerState) -> float:
         return -1.0
     capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else math.inf
     if state.max_context:
-        capacity = min(capacity, state.max_context - (state.role is not Role.PREFILL))
+        capacity = min(capacity, state.max_context - 1)
     return capacity
 
 

@@ -655,7 +655,9 @@ class Scheduler:
         stops = token in params.stop_token_ids or (eos and not params.ignore_eos)
         if stops and output > params.min_tokens:
             return FinishReason.STOP
-        if output >= params.max_tokens or length >= self.limits.max_context:
+        # A prefill's peer goes on, in a context of its own.
+        full = length >= self.limits.max_context and job.phase is not Phase.PREFILL
+        if output >= params.max_tokens or full:
             return FinishReason.LENGTH
         return None
 

@@ -265,10 +265,9 @@ class Jobs:
         return PrefillDone(tuple(first), reservation.hit_tokens + beyond, delta.prompt_logprobs)
 
     def _budget(self, reservation: VllmReservation) -> FinishReason | None:
-        """Whether one more token ends a choice, whichever it is."""
-        output, length = len(reservation.request.emitted_ids) + 1, len(reservation.prompt) + 1
-        spent = output >= reservation.request.sampling.max_tokens or length >= self._spec.max_context
-        return FinishReason.LENGTH if spent else None
+        """Whether one more token ends a choice, whichever it is. The context that counts is that of who goes on."""
+        output = len(reservation.request.emitted_ids) + 1
+        return FinishReason.LENGTH if output >= reservation.request.sampling.max_tokens else None
 
     # ---- generate
 

@@ -34,6 +34,11 @@ def says(model: Model, text: str = TEXT, *, eos: bool = True, pause_s: float = 0
     return script
 
 
+def budget(model: Model, text: str) -> int:
+    """The `max_tokens` that ends an answer after `text`."""
+    return len(model.tokenizer.encode(text, add_special=False))
+
+
 @pytest.fixture
 async def stack(model: Model) -> AsyncIterator[Stack]:
     async with running(model, ScriptedWorker("merged-1", says(model))) as stack:

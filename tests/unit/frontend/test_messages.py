@@ -18,7 +18,7 @@ from services.frontend.api_keys import ApiKeys
 from tests.message_stream import MessageStream, read_message_stream
 from tests.unit.frontend.peers import Attempt, ScriptedWorker, Stack, running, until
 from tests.unit.frontend.talks import MESSAGE_TOOLS, PARAMETERS, SAID, anthropic_client, http_to
-from tests.unit.frontend.test_api import HI, TEXT, says
+from tests.unit.frontend.test_api import HI, TEXT, budget, says
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -143,11 +143,13 @@ async def test_why_it_stops(stack: Stack, model: Model) -> None:
         assert (getattr(message, reason), getattr(message, sequence)) == ("stop_sequence", "wörld")
         text = message.content[0].text if ask is create else message.text
         assert text == "Hello 😀 "
-    stack.workers[0].script = says(model, '<tool_call>\n{"name": "get_weather", "arguments": {"ci', eos=False)
-    message = await create(stack, tools=MESSAGE_TOOLS)
+    cut = '<tool_call>\n{"name": "get_weather", "arguments": {"ci'
+    stack.workers[0].script = says(model, cut, eos=False)
+    message = await create(stack, tools=MESSAGE_TOOLS, max_tokens=budget(model, cut))
     assert (message.stop_reason, message.content[0].input) == ("max_tokens", {})
     assert message.content[0].model_extra["partial_json"] == '{"ci'
-    assert (await streamed(stack, tools=MESSAGE_TOOLS)).reason == "max_tokens"
+    stream = await streamed(stack, tools=MESSAGE_TOOLS, max_tokens=budget(model, cut))
+    assert stream.reason == "max_tokens"
     stack.workers[0].script = says(model, "")
     assert (await create(stack)).content == []
     assert (await streamed(stack)).blocks == []

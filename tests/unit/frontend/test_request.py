@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -138,6 +139,7 @@ _action = st.one_of(
     st.tuples(st.just("tokens"), st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)),
     st.tuples(st.just("doubled"), st.integers(0, 9), st.integers(0, 2), st.integers(0, LENGTH)),
     st.tuples(st.just("gap"), st.integers(0, 9), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.just("full"), st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)),
     st.tuples(st.just("lost"), st.integers(0, 9), st.just(0), st.just(0)),
     st.tuples(st.just("handback"), st.integers(0, 9), st.just(0), st.just(0)),
     st.tuples(st.just("gives way"), st.just(0), st.just(0), st.just(0)),
@@ -192,6 +194,11 @@ async def _run(choices: int, actions: list[Any], refusals: int, turn: Places | N
         if kind == "tokens" and at < LENGTH:
             attempt.sink.on_event(attempt.tokens(choice, at, amount))
             sent[attempt.message.attempt, choice] = min(LENGTH, at + amount)
+        elif kind == "full" and at + amount < LENGTH:
+            event = attempt.tokens(choice, at, amount)
+            event.finish = "length"
+            attempt.sink.on_event(event)
+            sent[attempt.message.attempt, choice] = LENGTH
         elif kind == "doubled":
             attempt.sink.on_event(attempt.tokens(choice, min(amount, at), 2)) if min(amount, at) < at else None
         elif kind == "gap" and at + amount < LENGTH and failures < 5:
@@ -253,6 +260,36 @@ async def test_close_ends_everything_and_is_idempotent() -> None:
     assert not inbox._items
     assert not peers.attached
     assert [outcome.reason for outcome in peers.outcomes] == ["ABORTED"]
+
+
+async def test_a_context_that_ends_before_what_was_asked_for_is_left() -> None:
+    peers = Peers(0)
+    generation, inbox = make(peers, 1)
+    reader = Reader(generation, inbox, 1)
+    await generation.start()
+    for at in (0, 3, 6, 9):
+        event = peers.submitted[-1].tokens(0, at, 3)
+        event.finish = "length"
+        peers.submitted[-1].sink.on_event(event)
+        await reader.read()
+    assert [len(attempt.message.emitted_ids) for attempt in peers.submitted] == [0, 3, 6, 9]
+    assert (len(reader.received[0]), reader.finishes, generation.finished) == (LENGTH, [1], True)
+    assert not generation._exclude, "nobody is at fault"
+    generation.close()
+
+
+async def test_a_context_without_room_for_a_token_is_told() -> None:
+    peers = Peers(0)
+    generation, inbox = make(peers, 1)
+    await generation.start()
+    event = worker_pb2.Event(uid="uid", attempt=0, choice=0, finish="length")
+    peers.submitted[0].sink.on_event(event)
+    (broken,) = await inbox.take(time.time() + 1)
+    assert isinstance(broken, Broken)
+    with pytest.raises(BatonError, match="ended at 0 output tokens") as caught:
+        await generation.mend(broken)
+    assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    generation.close()
 
 
 async def test_one_of_the_lane_is_never_failed_for_want_of_room() -> None:

@@ -17,7 +17,7 @@ from baton.v1 import worker_pb2
 from tests.response_stream import ResponseStream, read_response_stream
 from tests.unit.frontend.peers import Attempt, ScriptedWorker, Stack, running, until
 from tests.unit.frontend.talks import PARAMETERS, RESPONSE_TOOLS, SAID, http_to, openai_client
-from tests.unit.frontend.test_api import TEXT, says
+from tests.unit.frontend.test_api import TEXT, budget, says
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -162,13 +162,14 @@ async def test_parse_gives_an_object(stack: Stack, model: Model) -> None:
 async def test_cut_by_the_budget(stack: Stack, model: Model) -> None:
     for said, tools in ((TEXT, []), ('<tool_call>\n{"name": "get_weather", "arguments": {"ci', RESPONSE_TOOLS)):
         stack.workers[0].script = says(model, said, eos=False)
-        response = await create(stack, tools=tools, max_output_tokens=50)
+        most = budget(model, said)
+        response = await create(stack, tools=tools, max_output_tokens=most)
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert response.output[-1].status == "incomplete"
-        stream = await streamed(stack, tools=tools, max_output_tokens=50)
+        stream = await streamed(stack, tools=tools, max_output_tokens=most)
         assert stream.events[-1] == "response.incomplete"
     stack.workers[0].script = says(model, "<think>\nShe as", eos=False)
-    stream = await streamed(stack)
+    stream = await streamed(stack, max_output_tokens=budget(model, "<think>\nShe as"))
     assert [item["type"] for item in stream.items] == ["reasoning"]
     usage = stream.response["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"]
@@ -188,7 +189,7 @@ async def test_log_probabilities(stack: Stack, model: Model) -> None:
         for offset, token_id in enumerate(ids):
             logprob = worker_pb2.Logprob(logprob=-0.5, top_ids=[token_id, 7], top_logprobs=[-0.5, -2.0])
             tokens = worker_pb2.Tokens(ids=[token_id], logprobs=[logprob])
-            finish = "length" if offset == len(ids) - 1 else ""
+            finish = "stop" if offset == len(ids) - 1 else ""
             await attempt.send(attempt.event(choice=0, offset=offset, tokens=tokens, finish=finish))
 
     stack.workers[0].script = script

@@ -21,7 +21,7 @@ from baton.v1 import worker_pb2
 from services.frontend.asked import Reading, pack, unpack
 from services.frontend.parsers.choose import TOOLS
 from tests.unit.frontend.peers import HANG_S, ScriptedWorker, Stack, running
-from tests.unit.frontend.test_api import says
+from tests.unit.frontend.test_api import budget, says
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PARAMETERS: dict[str, Any] = {
@@ -107,7 +107,11 @@ async def test_named_ends_with_stop_and_truncated_with_length(model: Model) -> N
     for text, eos, choice, reason in ((TWO, True, named, "stop"), (cut, False, "required", "length")):
         async with running(model, ScriptedWorker("merged-1", says(model, text, eos=eos))) as stack:
             answer = await client(stack).chat.completions.create(
-                model=model.name, messages=HI, tools=[WEATHER, NOW], tool_choice=choice
+                model=model.name,
+                messages=HI,
+                tools=[WEATHER, NOW],
+                tool_choice=choice,
+                max_tokens=500 if eos else budget(model, text),
             )
             assert answer.choices[0].finish_reason == reason
             calls: Any = answer.choices[0].message.tool_calls

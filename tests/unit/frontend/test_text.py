@@ -123,7 +123,7 @@ async def test_text_that_breaks_is_resumed_as_tokens(model: Model, have: int) ->
         assert model.tokenizer.decode(emitted) == TEXT[:have]
         ids = model.tokenizer.encode_continuation(TEXT[have:])
         for n, token in enumerate(ids):
-            last = {"finish": "length", "route": attempt.route()} if n == len(ids) - 1 else {}
+            last = {"finish": "stop", "route": attempt.route()} if n == len(ids) - 1 else {}
             await attempt.tokens([token], offset=len(emitted) + n, **last)
 
     dying = ScriptedWorker("up", dies)
@@ -171,7 +171,7 @@ async def test_a_character_that_is_said_again_is_once_in_what_goes_on(model: Mod
 
     async def ends(attempt: Attempt) -> None:
         emitted = list(attempt.message.emitted_ids)
-        await attempt.tokens(model.tokenizer.encode("c", add_special=False), offset=len(emitted), finish="length")
+        await attempt.tokens(model.tokenizer.encode("c", add_special=False), offset=len(emitted), finish="stop")
 
     last = ScriptedWorker("torch-2", ends)
     async with running(model, ScriptedWorker("torch", tokens), ScriptedWorker("up", text), last) as stack:

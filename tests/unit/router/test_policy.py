@@ -196,7 +196,7 @@ def test_hits_never_cover_the_last_token() -> None:
         ({"unusable": "DRAINING: prefill-0"}, Reason.DRAINING),
         ({"fingerprint": "other"}, Reason.PREFILL_UNAVAILABLE),
         ({"unusable": "VERSION_MISMATCH: prefill-0: tokenizer"}, Reason.VERSION_MISMATCH),
-        ({"max_context": 39}, Reason.CONTEXT_LENGTH_EXCEEDED),
+        ({"max_context": 40}, Reason.CONTEXT_LENGTH_EXCEEDED),  # its first token needs a place as well
     ],
 )
 def test_strict_names_what_is_wrong_with_the_prefills(change: dict[str, object], reason: Reason) -> None:

@@ -256,6 +256,15 @@ def test_a_deadline_ends_a_request_wherever_it_is(kv: FakeKv) -> None:
     kv.scheduler.release(waiting)
 
 
+@pytest.mark.parametrize(("most", "finish"), [(1, FinishReason.LENGTH), (4, None)])
+def test_the_context_of_a_prefill_ends_no_choice(kv: FakeKv, most: int, finish: FinishReason | None) -> None:
+    job = kv.reserve(asked("a", LIMITS.max_context - 1, max_tokens=most))
+    kv.scheduler.prefill(job)
+    done = [done for _ in range(20) for _, done in kv.step().prefilled]
+    assert [token.finish for token in done[0].first] == [finish]
+    kv.scheduler.release(job)
+
+
 def test_first_tokens_that_ended_are_not_continued(kv: FakeKv) -> None:
     job = kv.reserve(asked("a", 4, choices=2))
     kv.load(job, 4)

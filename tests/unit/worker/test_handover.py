@@ -56,6 +56,16 @@ async def test_one_token_needs_no_kv() -> None:
         assert both.decode.engine.generated == []
 
 
+async def test_a_first_token_that_fills_our_context_is_the_last() -> None:
+    async with pair() as both:
+        prompt = [1] * (SPEC.max_context - 1)
+        await both.client.submit("u", prompt, both.plan())
+        last = await both.client.until("u")
+        assert (len(both.client.tokens("u")), last.finish) == (1, "length")
+        await both.idle()
+        assert both.decode.engine.generated == []
+
+
 async def test_a_first_token_that_stops_is_no_output() -> None:
     async with pair() as both:
         both.prefill.engine.first_stops = True
