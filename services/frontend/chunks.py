@@ -13,6 +13,7 @@ from baton.model.tokenizer import Tokenizer
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.detokenise import Piece, TokenText
 from services.frontend.errors import error_event
+from services.frontend.lines import one_line
 from services.frontend.logprobs import TextLogprobs, chat_logprobs
 from services.frontend.speech import PLAIN, Voice
 from services.frontend.spoken import Spoken
@@ -154,7 +155,7 @@ class _Base:
             UNSET if baton is None else baton,
             prompt_ids,
         )
-        return b"data: " + _encode(chunk) + b"\n\n"
+        return b"data: " + one_line(_encode(chunk)) + b"\n\n"
 
     def usage(self, usage: Usage, baton: dict[str, Any]) -> bytes:
         return self._event([], baton, usage)

@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from baton.errors import BatonError, Reason
+from services.frontend.lines import one_line
 
 _encode = msgspec.json.Encoder().encode
 
@@ -26,7 +27,7 @@ def error_body(error: BatonError) -> bytes:
 
 def error_event(error: BatonError) -> bytes:
     """The same as the last event of a stream that has begun."""
-    return b"data: " + error_body(error) + b"\n\n"
+    return b"data: " + one_line(error_body(error)) + b"\n\n"
 
 
 def error_headers(error: BatonError) -> dict[str, str]:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from services.frontend.errors import error_headers
+from services.frontend.lines import one_line
 
 _encode = msgspec.json.Encoder().encode
 _TYPES = {
@@ -35,7 +36,7 @@ def error_body(error: BatonError, request_id: str) -> bytes:
 
 def error_event(error: BatonError, request_id: str) -> bytes:
     """The same as the last event of a stream that has begun."""
-    return b"event: error\ndata: " + error_body(error, request_id) + b"\n\n"
+    return b"event: error\ndata: " + one_line(error_body(error, request_id)) + b"\n\n"
 
 
 def error_response(error: BatonError, request_id: str, headers: dict[str, str] | None = None) -> Response:

@@ -14,6 +14,7 @@ from baton.v1.worker_pb2 import Logprob
 from services.frontend.anthropic.errors import error_event
 from services.frontend.chunks import Usage
 from services.frontend.detokenise import Piece
+from services.frontend.lines import one_line
 from services.frontend.parsers.events import Arguments, Call, Event, Text, Thought
 from services.frontend.speech import Speech, Voice
 from services.frontend.spoken import call_id
@@ -171,7 +172,8 @@ class MessageFormat:
 
     def _tell(self, kind: str, **fields: Any) -> None:
         if self._events is not None:
-            self._events.append(b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + b"\n\n")
+            data = one_line(_encode({"type": kind, **fields}))
+            self._events.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
 
     def _told(self) -> list[bytes]:
         events, self._events = self._events or [], []

@@ -14,6 +14,7 @@ from baton.model.tokenizer import Tokenizer
 from baton.v1.worker_pb2 import Logprob
 from services.frontend.chunks import Usage
 from services.frontend.detokenise import Piece
+from services.frontend.lines import one_line
 from services.frontend.logprobs import chat_logprobs
 from services.frontend.responses.output import Output
 from services.frontend.speech import Speech, Voice
@@ -178,7 +179,7 @@ class ResponseFormat:
         if self._events is not None:
             event = {"type": kind, "sequence_number": self.sequence, **fields}
             self.sequence += 1
-            self._events.append(b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n")
+            self._events.append(b"event: " + kind.encode() + b"\ndata: " + one_line(_encode(event)) + b"\n\n")
 
     def _told(self) -> list[bytes]:
         events, self._events = self._events or [], []

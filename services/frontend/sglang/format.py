@@ -16,6 +16,7 @@ from baton.v1.worker_pb2 import Logprob
 from services.frontend.chunks import DONE, Usage
 from services.frontend.detokenise import Piece
 from services.frontend.errors import error_event
+from services.frontend.lines import one_line
 from services.frontend.logprobs import LEAST, token_string
 from services.frontend.sglang.body import Told
 
@@ -132,7 +133,7 @@ class GenerateFormat:
         made = self._object(index, baton, ended=ended)
         if self._listed:
             made["index"] = index
-        return b"data: " + _encode(made) + b"\n\n"
+        return b"data: " + one_line(_encode(made)) + b"\n\n"
 
     def _object(self, index: int, baton: Mapping[str, Any] | None, *, ended: bool) -> dict[str, Any]:
         output, wish = self._outputs[index], self._wishes[index // self._n]
