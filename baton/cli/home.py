@@ -19,6 +19,8 @@ from pathlib import Path
 import baton
 from baton.cli.errors import CliError
 
+HOME = "BATON_HOME"
+
 
 @dataclass(frozen=True)
 class Home:
@@ -91,7 +93,7 @@ def project_root() -> Path | None:
 
 def find_home() -> Home:
     """The home of this user's run."""
-    if named := os.environ.get("BATON_HOME"):
+    if named := os.environ.get(HOME):
         return Home(Path(named).expanduser().resolve())
     root = project_root()
     return Home(root / ".baton" if root else Path.home() / ".baton")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,9 @@ from typer.core import TyperGroup
 
 from baton.cli import kv, sglang
 from baton.cli.errors import CliError
-from baton.cli.home import Home, find_home, project_root
+from baton.cli.home import HOME, Home, find_home, project_root
 from baton.cli.model import app as model_app
+from baton.cli.process import settings
 from baton.cli.show import LiveProgress, err, out, seconds, show_error
 from baton.cli.stack import ENGINES, Options
 
@@ -119,6 +121,7 @@ def up(
         chunk_tokens=chunk_tokens,
         prefill_chunk_tokens=prefill_chunk_tokens,
         fallback=_one_of("--fallback", fallback, ("auto", "strict")),
+        settings=settings(os.environ),
     )
     if not decode + merged:
         raise CliError("nothing could stream: --decode and --merged are both 0", "ask for one decode or merged worker")
@@ -148,6 +151,8 @@ def up(
         soft_wrap=True,
     )
     me = "baton" if shutil.which("baton") else home.shown(Path(sys.argv[0]).resolve())
+    if HOME in os.environ:
+        me = f"{HOME}={shlex.quote(os.environ[HOME])} {me}"
     out.print(f"  logs: {home.shown(home.logs)}/   status: {me} status   end: {me} down", soft_wrap=True)
 
 

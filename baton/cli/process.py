@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from baton.cli.home import Home, project_root
+from baton.cli.home import HOME, Home, project_root
 
 MARK = "BATON_STARTED_FOR"
 _ONE_PROCESS = {"BATON_ID", "BATON_PORT", "BATON_METRICS_PORT"}
@@ -54,6 +54,12 @@ class Record:
         """Remove the record and the stdout file."""
         for suffix in (".json", ".out"):
             (home.run / f"{self.name}{suffix}").unlink(missing_ok=True)
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment every process of a run reads as its settings."""
+    ours = {k: v for k, v in environment.items() if k.startswith("BATON_")}
+    return {k: v for k, v in ours.items() if k not in _ONE_PROCESS | {MARK, HOME}}
 
 
 def records(home: Home) -> list[Record]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Set
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from baton.cli.ports import HOST
 from baton.cli.process import service
@@ -32,12 +33,14 @@ class Options:
     chunk_tokens: int = 256
     prefill_chunk_tokens: int = 0
     fallback: str = "auto"
+    settings: dict[str, str] = field(default_factory=dict)
+    """Of the environment, for every process."""
 
     def differences(self, other: dict[str, object]) -> list[str]:
-        """Flags whose value is another one in `other` (as saved), in words."""
-        mine = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-        names = [f.name for f in fields(self) if mine[f.name] != other.get(f.name)]
-        return [f"--{name.replace('_', '-')} {_word(other.get(name))} -> {_word(mine[name])}" for name in names]
+        """Flags and settings whose value is another one in `other` (as saved), in words."""
+        mine, theirs = _flat(asdict(self)), _flat(other)
+        names = [name for name in {**mine, **theirs} if mine.get(name, "") != theirs.get(name, "")]
+        return [f"{name} {_word(theirs.get(name, ''))} -> {_word(mine.get(name, ''))}" for name in names]
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,12 @@ def _cores(cores: tuple[int, ...]) -> Iterator[list[str]]:
     while True:
         yield ["--core", str(cores[n % len(cores)])] if cores else []
         n += 1
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, object]:
+    """Values by the names that people know them by: those of flags and of variables."""
+    flags = {f"--{k.replace('_', '-')}": v for k, v in options.items() if k != "settings"}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in flags.items()} | dict(options.get("settings", {}))
 
 
 def _word(value: object) -> str:

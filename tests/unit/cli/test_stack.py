@@ -61,6 +61,11 @@ def test_differences_are_told_in_flags() -> None:
         "--decode 1 -> 2",
         "--cores 0,1 -> none",
     ]
+    saved |= {"cores": [], "settings": {"BATON_HOST": "h"}}
+    assert Options(settings={"BATON_POOL_GIB": "2"}).differences(saved) == [
+        "BATON_POOL_GIB default -> 2",
+        "BATON_HOST h -> default",
+    ]
 
 
 def test_prefill_workers_may_have_a_chunk_size_of_their_own() -> None:
