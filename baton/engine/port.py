@@ -40,6 +40,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    CONTEXT = "context"
+    """Not at `max_tokens` but at the end of its engine's context, from an engine whose tokens only itself can count."""
 
 
 class GrammarKind(StrEnum):

@@ -373,9 +373,7 @@ class Generation:
         if finish:
             self._settle(leg.attempt)
         elif full:
-            # Its worker's context has ended, not what was asked for: another worker's may be longer.
-            message = f"the context of {leg.session.worker} ended at {len(choice.received)} output tokens"
-            self.on_broken(leg, BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message), handback=False)
+            self._outgrown(leg, len(choice.received))
 
     def _take_text(self, leg: Leg, choice: Choice, event: worker_pb2.Event) -> None:
         """As `_take`, of an engine that answers text: offsets count this attempt's characters."""
@@ -388,13 +386,25 @@ class Generation:
         if event.text:
             choice.text.append(event.text)
             choice.characters += len(event.text)
-        if event.finish:
+        full, finish = event.finish == "context", event.finish
+        if full:
+            # How near it came to what was asked for is not known: without a longer context this is the end.
+            full = self._backend.router.longer(leg.plan.worker.id)
+            finish = "" if full else "length"
+        if finish:
             choice.finished = True
-        if event.text or new or event.finish:
-            output = Output(self, choice.index, (), (), event.finish, text=event.text, text_tokens=new)
+        if event.text or new or finish:
+            output = Output(self, choice.index, (), (), finish, text=event.text, text_tokens=new)
             self._inbox.put(output)
-        if event.finish:
+        if finish:
             self._settle(leg.attempt)
+        elif full:
+            self._outgrown(leg, len(choice.received) + choice.text_tokens)
+
+    def _outgrown(self, leg: Leg, tokens: int) -> None:
+        """Its worker's context has ended, not what was asked for: another worker's may be longer."""
+        message = f"the context of {leg.session.worker} ended at {tokens} output tokens"
+        self.on_broken(leg, BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message), handback=False)
 
     def _joins(self, leg: Leg, offset: int, expected: int, what: str) -> bool:
         """Whether an event is what comes next; counted when it is not, and something was lost when it is beyond."""
@@ -452,8 +462,10 @@ class Generation:
     def _judge(self, broken: Broken, *, resumed: bool) -> Row:
         """Whether to go on after a failure, and whom to leave out. Raises the failure when not."""
         error, plan = broken.error, broken.leg.plan
-        outgrown = error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and broken.leg.first_token > 0
-        if error.reason is Reason.PREEMPTED or outgrown:
+        if error.reason is Reason.PREEMPTED:
+            return broken.leg.row
+        if error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and broken.leg.first_token:
+            self._exclude.add(plan.worker.id)
             return broken.leg.row
         row = broken.leg.row.longer(broken.at)
         # A worker takes what it must fail until it knows that its engine is away: no fault of the request's.

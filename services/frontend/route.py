@@ -175,6 +175,19 @@ class RouterClient:
         self._metrics.router_failures.labels(error.reason.name).inc()
         _log.warning("router failed", router=id, error=str(error))
 
+    def longer(self, worker: str) -> bool:
+        """Whether another worker that could go on with an answer has a longer context; true of one that has left."""
+        known = self._workers.items()
+        this = known.get(worker)
+        if this is None:
+            return True
+        return any(one.max_context > this.max_context for one in known.values() if self._streams(one, this.model))
+
+    def _streams(self, worker: registry_pb2.Worker, model: str) -> bool:
+        session = self._sessions.get(worker.id)
+        here = session is not None and session.connected and not session.draining and not worker.draining
+        return here and worker.model == model and worker.role != registry_pb2.ROLE_PREFILL
+
     def _own_choice(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         if request.fallback == worker_pb2.FALLBACK_STRICT:
             raise BatonError(Reason.ROUTER_UNAVAILABLE, "No router answers, and strict fallback forbids to do without.")

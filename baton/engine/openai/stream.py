@@ -45,6 +45,8 @@ class ChoiceStream:
         self._max_tokens = max_tokens
         self._characters = 0
         self._pieces = 0
+        self._told = False
+        """Whether the server has said how many tokens there were."""
         self._finish: FinishReason | None = None
 
     async def read(self, chunks: Chunks) -> AsyncGenerator[TokenEvent]:
@@ -59,7 +61,8 @@ class ChoiceStream:
         end = time.monotonic() + TRAILER_S
         while time.monotonic() < end and (chunk := await self._trailing(chunks)) is not None:
             self._usage(chunk.get("usage"))
-        yield self._event("", self._finish)
+        short = self._finish is FinishReason.LENGTH and self._told and self.tokens < self._max_tokens
+        yield self._event("", FinishReason.CONTEXT if short else self._finish)
 
     def _take(self, chunk: dict[str, Any]) -> str:
         """The text of a chunk; usage and finish are kept. Raises BatonError ENGINE_FAILED for what is no chunk."""
@@ -89,7 +92,7 @@ class ChoiceStream:
             return
         told = usage.get("completion_tokens")
         if isinstance(told, int) and 0 < told <= OVERRUN * self._max_tokens + OVERRUN:
-            self.tokens = told
+            self.tokens, self._told = told, True
         prompt = usage.get("prompt_tokens")
         if isinstance(prompt, int) and 0 < prompt <= MOST:
             self.prompt_tokens = prompt

@@ -84,6 +84,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.role = role
         self.script = script
         self.refusal: BatonError | None = None
+        self.max_context = 0
         self.heartbeat: worker_pb2.Heartbeat | None = worker_pb2.Heartbeat(time=1.0)
         """What each heartbeat says; None: silence."""
         self.fate: Callable[[worker_pb2.Frame], Sequence[worker_pb2.Frame]] = lambda frame: [frame]
@@ -116,7 +117,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def registration(self, model: str) -> registry_pb2.Worker:
         return registry_pb2.Worker(
-            id=self.id, epoch=self.epoch, role=self.role, address=self.address, model=model, max_streams=8
+            id=self.id,
+            epoch=self.epoch,
+            role=self.role,
+            address=self.address,
+            model=model,
+            max_streams=8,
+            max_context=self.max_context,
         )
 
     def cut(self) -> None:

@@ -95,6 +95,24 @@ async def test_the_servers_own_count_is_the_last_word(model: Model) -> None:
         assert (await completion(stack))["usage"]["completion_tokens"] == 23
 
 
+@pytest.mark.parametrize("longer", [True, False])
+async def test_a_context_that_ends_is_left_for_a_longer_one(model: Model, longer: bool) -> None:
+    async def outgrown(attempt: Attempt) -> None:
+        await say(attempt, TEXT[:9], "context")
+
+    async def goes_on(attempt: Attempt) -> None:
+        emitted = list(attempt.message.emitted_ids)
+        assert model.tokenizer.decode(emitted) == TEXT[:9]
+        await attempt.tokens(model.tokenizer.encode_continuation(TEXT[9:]), offset=len(emitted), finish="stop")
+
+    small, other = ScriptedWorker("up", outgrown), ScriptedWorker("torch", goes_on)
+    small.max_context, other.max_context = 500, 501 if longer else 500
+    async with running(model, small, other) as stack:
+        text, story = await stream_text(stack)
+    assert (text, "RESUMED" in story["reasons"]) == ((TEXT, True) if longer else (TEXT[:9], False))
+    assert len(other.attempts) == longer
+
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 async def test_stop_strings_are_found_over_pieces_and_end_the_attempt(model: Model, size: int) -> None:
     async def script(attempt: Attempt) -> None:

@@ -194,9 +194,25 @@ async def test_an_end_is_an_end_whatever_follows(model: Model, last: str, monkey
             await asked.gone.wait()
 
     async with running(model, script) as one:
-        heard = await one.complete("r")
+        heard = await one.complete("r", max_tokens=7)
         assert (heard.text, heard.finish) == ("ab", FinishReason.LENGTH)
         assert heard.tokens == (7 if last == "usage" else 2)
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_an_end_before_what_was_asked_for_is_that_of_its_context(model: Model, told: bool) -> None:
+    """By its own count; without one nobody knows."""
+
+    async def script(asked: Asked) -> None:
+        await asked.begin()
+        await asked.text("a")
+        await asked.text("b", "length")
+        if told:
+            await asked.usage(2)
+
+    async with running(model, script) as one:
+        heard = await one.complete("r", max_tokens=3)
+        assert (heard.text, heard.finish) == ("ab", FinishReason.CONTEXT if told else FinishReason.LENGTH)
 
 
 async def test_choices_are_requests_of_their_own(model: Model) -> None:
