@@ -23,7 +23,7 @@ from rich.table import Table
 
 from baton.cli.home import project_root
 from baton.model.card import Model, load_model
-from services.frontend.asked import Reading
+from services.frontend.asked import Api, Reading, Unread
 from services.frontend.token_cache import TokenCache
 
 TURNS = (1, 10, 25, 50)
@@ -55,10 +55,11 @@ def measure(model: Model, repeat: int) -> dict[str, dict[str, float]]:
         for turn in range(1, max(TURNS) + 1):
             messages = conversation(turn, seed)
             body = json.dumps({"model": model.name, "messages": messages}).encode()
-            with_cache, asked = _cpu_ms(functools.partial(reading.read, body, chat=True, limit=1 << 20))
+            unread = Unread(body, Api.CHAT, 1 << 20)
+            with_cache, asked = _cpu_ms(functools.partial(reading.read, unread))
             if turn not in TURNS:
                 continue
-            without, _ = _cpu_ms(functools.partial(Reading(model).read, body, chat=True, limit=1 << 20))
+            without, _ = _cpu_ms(functools.partial(Reading(model).read, unread))
             (prompt,) = asked.prompts
             alone, ids = _cpu_ms(functools.partial(model.tokenizer.encode, prompt.text, add_special=False))
             assert list(prompt.ids) == ids == list(TokenCache(model.tokenizer).encode(prompt.text)[0])

@@ -6,9 +6,10 @@ Pure, so it can run where it holds nobody up. What it gives back is small: promp
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,11 +52,13 @@ class Asked:
 class Api(IntEnum):
     """Whose body it is."""
 
-    OPENAI = 0
-    """A chat or a completion."""
-    RESPONSES = 1
-    MESSAGES = 2
-    COUNT = 3
+    CHAT = 0
+    COMPLETION = 1
+    EITHER = 2
+    """A chat if it has messages, else a completion."""
+    RESPONSES = 3
+    MESSAGES = 4
+    COUNT = 5
     """Of tokens, of a body of MESSAGES."""
     TOKENIZE = 10
     DETOKENIZE = 11
@@ -64,10 +67,29 @@ class Api(IntEnum):
     """SGLang's."""
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A body as it came. `limit`: tokens of the context; `earlier`: items of the conversation that a response goes on
+    with, as a JSON list."""
+
+    body: bytes | bytearray
+    api: Api
+    limit: int
+    earlier: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return len(self.body) + len(self.earlier or b"")
+
+
 UNLIMITED = 1 << 40
 """Tokens, where a prompt is counted and not served."""
 _MODEL_IS_KNOWN = (Api.TOKENIZE, Api.DETOKENIZE, Api.GENERATE)
 """Where a body need not name one."""
+
+
+Fields = Mapping[str, Any]
 
 
 class Reading:
@@ -79,66 +101,68 @@ class Reading:
         self._name = model.name
         self._model = model
         self._vocab_size = model.tokenizer.vocab_size
+        self._readers: dict[Api, Callable[[Fields, Unread], Asked]] = {
+            Api.CHAT: self._chat,
+            Api.COMPLETION: self._completion,
+            Api.EITHER: self._either,
+            Api.RESPONSES: self._response,
+            Api.MESSAGES: self._message,
+            Api.COUNT: self._message,
+            Api.TOKENIZE: partial(self._tokens, read_tokenize),
+            Api.DETOKENIZE: partial(self._tokens, read_detokenize),
+            Api.EMBEDDINGS: self._embeddings,
+            Api.GENERATE: self._generate,
+        }
 
-    def read(
-        self,
-        body: bytes | bytearray,
-        *,
-        chat: bool | None = True,
-        limit: int,
-        api: Api = Api.OPENAI,
-        earlier: bytes | None = None,
-    ) -> Asked:
-        """The request in `body`. `chat` None: it is one if it has messages; `limit`: tokens of the context; `earlier`:
-        items of the conversation that a response goes on with, as a JSON list.
-
-        Raises BatonError with what is wrong with it.
-        """
-        raw = parse_json(body)
-        if api not in _MODEL_IS_KNOWN or raw.get("model") is not None:
-            check_model(model_of(raw), self._name)
-        chat = "messages" in raw if chat is None else chat
+    def read(self, unread: Unread) -> Asked:
+        """The request in a body. Raises BatonError with what is wrong with it."""
+        fields = parse_json(unread.body)
+        if unread.api not in _MODEL_IS_KNOWN or fields.get("model") is not None:
+            check_model(model_of(fields), self._name)
         try:
-            if api is Api.RESPONSES:
-                return self._response(raw, limit, earlier)
-            if api in (Api.MESSAGES, Api.COUNT):
-                return self._message(raw, limit, count=api is Api.COUNT)
-            if api is not Api.OPENAI:
-                return self._other(api, raw, limit)
-            return self._chat(raw, limit) if chat else self._completion(raw, limit)
+            return self._readers[unread.api](fields, unread)
         except RecursionError:  # orjson reads deeper than json writes
             raise BatonError(Reason.INVALID_REQUEST, "The body is nested too deeply.") from None
 
-    def _other(self, api: Api, raw: Mapping[str, Any], limit: int) -> Asked:
-        if api is Api.EMBEDDINGS:
-            inputs, told = read_embeddings(raw, self._model.tokenizer, limit, self._model.hidden_size)
-            return Asked(UNASKED, tuple(Prompt(ids, (), "") for ids in inputs), chat=False, told=told)
-        if api is Api.GENERATE:
-            body = read_generate(raw, self._model.tokenizer.vocab_size)
-            prompts = [
-                self.prompts.text(one, limit, param="text")
-                if isinstance(one, str)
-                else self.prompts.ids(one, limit, spelled=False, param="input_ids")
-                for one in body.prompts
-            ]
-            each = tuple((options, self.voices.grammar(None, options.structure)) for options in body.options)
-            return Asked(body.options[0], tuple(prompts), chat=False, told=body.told, each=each)
-        read = read_tokenize if api is Api.TOKENIZE else read_detokenize
-        return Asked(UNASKED, (), chat=False, told=read(raw, self._model, self.voices, self.prompts, limit))
+    def _embeddings(self, fields: Fields, unread: Unread) -> Asked:
+        inputs, told = read_embeddings(fields, self._model.tokenizer, unread.limit, self._model.hidden_size)
+        return Asked(UNASKED, tuple(Prompt(ids, (), "") for ids in inputs), chat=False, told=told)
 
-    def _chat(self, raw: Mapping[str, Any], limit: int) -> Asked:
-        return self._talk(parse_chat(raw, self._vocab_size), limit)
+    def _generate(self, fields: Fields, unread: Unread) -> Asked:
+        body = read_generate(fields, self._vocab_size)
+        prompts = [
+            self.prompts.text(one, unread.limit, param="text")
+            if isinstance(one, str)
+            else self.prompts.ids(one, unread.limit, spelled=False, param="input_ids")
+            for one in body.prompts
+        ]
+        each = tuple((options, self.voices.grammar(None, options.structure)) for options in body.options)
+        return Asked(body.options[0], tuple(prompts), chat=False, told=body.told, each=each)
 
-    def _response(self, raw: Mapping[str, Any], limit: int, earlier: bytes | None) -> Asked:
-        body = read_response(raw, self._vocab_size, earlier)
+    def _tokens(
+        self, read: Callable[[Fields, Model, Voices, Prompts, int], bytes], fields: Fields, unread: Unread
+    ) -> Asked:
+        told = read(fields, self._model, self.voices, self.prompts, unread.limit)
+        return Asked(UNASKED, (), chat=False, told=told)
+
+    def _either(self, fields: Fields, unread: Unread) -> Asked:
+        return (self._chat if "messages" in fields else self._completion)(fields, unread)
+
+    def _chat(self, fields: Fields, unread: Unread) -> Asked:
+        return self._talk(parse_chat(fields, self._vocab_size), unread.limit)
+
+    def _response(self, fields: Fields, unread: Unread) -> Asked:
+        body = read_response(fields, self._vocab_size, unread.earlier)
         if not isinstance(body, ResponseBody):
             return Asked(body.options, (), chat=True, previous=body.previous)
+        limit = unread.limit
         talk = truncated(self._talk, body.chat, limit) if body.truncate else self._talk(body.chat, limit)
         return replace(talk, told=body.told)
 
-    def _message(self, raw: Mapping[str, Any], limit: int, *, count: bool) -> Asked:
-        body = read_message(raw, self._vocab_size, count=count)
-        return replace(self._talk(body.chat, UNLIMITED if count else limit), told=body.told)
+    def _message(self, fields: Fields, unread: Unread) -> Asked:
+        count = unread.api is Api.COUNT
+        body = read_message(fields, self._vocab_size, count=count)
+        return replace(self._talk(body.chat, UNLIMITED if count else unread.limit), told=body.told)
 
     def _talk(self, body: ChatBody, limit: int) -> Asked:
         messages, offered = self.voices.conversation(body.messages, body.tools)
@@ -163,8 +187,8 @@ class Reading:
         grammar = self.voices.grammar(body.tools, body.options.structure, voice)
         return Asked(body.options, (prompt,), chat=True, grammar=grammar, voice=voice)
 
-    def _completion(self, raw: Mapping[str, Any], limit: int) -> Asked:
-        body, make = parse_completion(raw, self._vocab_size), self.prompts
+    def _completion(self, fields: Fields, unread: Unread) -> Asked:
+        body, make, limit = parse_completion(fields, self._vocab_size), self.prompts, unread.limit
         prompts = (
             make.text(given, limit, add_special=body.add_special)
             if isinstance(given, str)
@@ -191,16 +215,10 @@ class _Prompt(msgspec.Struct, array_like=True):
     reused: int
 
 
-class _Asked(msgspec.Struct, array_like=True, tag=True):
-    options: Options
+class _Read(msgspec.Struct, array_like=True, tag=True):
+    asked: Asked
+    """Without its prompts."""
     prompts: list[_Prompt]
-    chat: bool
-    echo: bool
-    grammar: Grammar | None
-    voice: Voice
-    told: bytes
-    previous: str
-    each: list[tuple[Options, Grammar | None]]
 
 
 class _Refused(msgspec.Struct, array_like=True, tag=True):
@@ -210,7 +228,7 @@ class _Refused(msgspec.Struct, array_like=True, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Asked | _Refused).decode
+_decode = msgspec.msgpack.Decoder(_Read | _Refused).decode
 
 
 def pack(answer: Asked | BatonError) -> bytes:
@@ -218,19 +236,7 @@ def pack(answer: Asked | BatonError) -> bytes:
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
     prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
-    return _encode(
-        _Asked(
-            answer.options,
-            prompts,
-            answer.chat,
-            answer.echo,
-            answer.grammar,
-            answer.voice,
-            answer.told,
-            answer.previous,
-            list(answer.each),
-        )
-    )
+    return _encode(_Read(replace(answer, prompts=()), prompts))
 
 
 def unpack(data: bytes) -> Asked:
@@ -238,18 +244,7 @@ def unpack(data: bytes) -> Asked:
     answer = _decode(data)
     if isinstance(answer, _Refused):
         raise BatonError(Reason.from_name(answer.reason), answer.message, param=answer.param)
-    prompts = tuple(_unpacked(prompt) for prompt in answer.prompts)
-    return Asked(
-        answer.options,
-        prompts,
-        answer.chat,
-        answer.echo,
-        answer.grammar,
-        answer.voice,
-        answer.told,
-        answer.previous,
-        tuple(answer.each),
-    )
+    return replace(answer.asked, prompts=tuple(map(_unpacked, answer.prompts)))
 
 
 def _unpacked(prompt: _Prompt) -> Prompt:

@@ -11,7 +11,7 @@ from typing import Any
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from services.frontend.api_keys import ApiKeys
-from services.frontend.asked import Api, Asked
+from services.frontend.asked import Api, Asked, Unread
 from services.frontend.batches.batches import Batches
 from services.frontend.call import Ask, Call
 from services.frontend.chunks import ChatFormat, Format, TextFormat
@@ -82,7 +82,7 @@ class Frontend:
         Raises BatonError when it is not right, or not in time.
         """
         begun = time.time()
-        asked, asks = await self.read(body, chat=chat)
+        asked, asks = await self.read(body, Api.CHAT if chat else Api.COMPLETION)
         call = self.call(uid, asks, asked.options, begun, timeout_s, turns)
         format = self._format(asked, self.head(uid, begun))
         options = asked.options
@@ -91,26 +91,19 @@ class Frontend:
     async def explain(self, body: bytes | bytearray, uid: str) -> dict[str, Any]:
         """Read the body of a chat or of a completion, and say where it would run. Raises BatonError."""
         begun = time.time()
-        asked, asks = await self.read(body, chat=None)
+        asked, asks = await self.read(body, Api.EITHER)
         if len(asks) > 1:
             raise BatonError(Reason.INVALID_REQUEST, "One prompt at a time can be explained.", param="prompt")
         (ask,) = asks
         deadline = begun + self.request_timeout_s
         return await explain(self.backend, ask.work(uid, asked.options.n, deadline))
 
-    async def read(
-        self,
-        body: bytes | bytearray,
-        *,
-        chat: bool | None = True,
-        api: Api = Api.OPENAI,
-        earlier: bytes | None = None,
-    ) -> tuple[Asked, list[Ask]]:
+    async def read(self, body: bytes | bytearray, api: Api, earlier: bytes | None = None) -> tuple[Asked, list[Ask]]:
         """A checked body, and what it asks for. Raises BatonError when it is not right, or not in time."""
         limit = self.context_length()
         try:
             async with asyncio.timeout(self.request_timeout_s):
-                asked = await self.bodies.read(body, chat=chat, limit=limit, api=api, earlier=earlier)
+                asked = await self.bodies.read(Unread(body, api, limit, earlier))
         except TimeoutError:
             raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None
         return asked, [] if api is Api.COUNT else self._asks(asked, limit)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baton.errors import BatonError, Reason
 from baton.model.card import load_model
-from services.frontend.asked import Api, Reading, pack
+from services.frontend.asked import Api, Reading, Unread, pack
 from services.frontend.reader import ANSWER, ASK
 
 MEMORY_BYTES = 2 << 30
@@ -40,18 +40,18 @@ def main() -> None:
 def _serve(connection: socket.socket, reading: Reading) -> None:
     stream = connection.makefile("rb")
     while len(head := stream.read(ASK.size)) == ASK.size:
-        chat, api, limit, before, size = ASK.unpack(head)
+        api, limit, before, size = ASK.unpack(head)
         earlier = stream.read(before) if before >= 0 else None
         body = stream.read(size)
         if len(body) < size:
             return
-        answer = _read(reading, body, None if chat < 0 else bool(chat), limit, Api(api), earlier)
+        answer = _read(reading, Unread(body, Api(api), limit, earlier))
         connection.sendall(ANSWER.pack(len(answer)) + answer)
 
 
-def _read(reading: Reading, body: bytes, chat: bool | None, limit: int, api: Api, earlier: bytes | None) -> bytes:
+def _read(reading: Reading, unread: Unread) -> bytes:
     try:
-        return pack(reading.read(body, chat=chat, limit=limit, api=api, earlier=earlier))
+        return pack(reading.read(unread))
     except BatonError as error:
         return pack(error)
     except MemoryError:

@@ -15,13 +15,12 @@ import socket
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import structlog
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
-from services.frontend.asked import Api, Asked, Reading, unpack
+from services.frontend.asked import Asked, Reading, Unread, unpack
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.voices import AUTO
 
@@ -34,33 +33,13 @@ START_S = 60.0
 READ_S = 30.0
 """The longest that a large body may take to be read."""
 SLICE_BYTES = 1 << 20
-ASK = struct.Struct("<bbQqQ")
-"""Chat (1), not (0) or as the body says (-1); whose body (Api); the context's tokens; bytes of the earlier conversation
-that follows (-1: none), and of the body behind it."""
+ASK = struct.Struct("<bQqQ")
+"""Whose body (Api); the context's tokens; bytes of the earlier conversation that follows (-1: none), and of the body
+behind it."""
 ANSWER = struct.Struct("<Q")
 """Bytes of the answer that follows."""
 
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What `Reading.read` is told."""
-
-    body: bytes | bytearray
-    chat: bool | None
-    limit: int
-    api: Api
-    earlier: bytes | None
-
-    @property
-    def size(self) -> int:
-        """Bytes to read."""
-        return len(self.body) + len(self.earlier or b"")
-
-    def read(self, reading: Reading) -> Asked:
-        """Do it here."""
-        return reading.read(self.body, chat=self.chat, limit=self.limit, api=self.api, earlier=self.earlier)
 
 
 class BodyReader:
@@ -74,25 +53,16 @@ class BodyReader:
         self._process = _Process(model, self.reading.voices.names)
         self._waiting = dict.fromkeys(MAX_WAITING, 0)
 
-    async def read(
-        self,
-        body: bytes | bytearray,
-        *,
-        chat: bool | None = True,
-        limit: int,
-        api: Api = Api.OPENAI,
-        earlier: bytes | None = None,
-    ) -> Asked:
+    async def read(self, unread: Unread) -> Asked:
         """See `Reading.read`. Raises BatonError, NO_CAPACITY when too many bodies wait included."""
-        task = _Task(body, chat, limit, api, earlier)
-        where = "thread" if task.size < LARGE_BYTES else "process"
+        where = "thread" if unread.size < LARGE_BYTES else "process"
         if self._waiting[where] >= MAX_WAITING[where]:
             self._metrics.refused.labels("reader").inc()
             raise BatonError(Reason.NO_CAPACITY, "Too many prompts are waiting to be read.")
         self._waiting[where] += 1
         self._metrics.bodies.labels(where).inc()
         try:
-            asked = await self._read(where, task)
+            asked = await self._read(where, unread)
             for prompt in asked.prompts if asked.chat else ():
                 self._metrics.chat_tokens.labels("reused").inc(prompt.reused)
                 self._metrics.chat_tokens.labels("tokenised").inc(len(prompt.ids) - prompt.reused)
@@ -100,11 +70,10 @@ class BodyReader:
         finally:
             self._waiting[where] -= 1
 
-    async def _read(self, where: str, task: _Task) -> Asked:
+    async def _read(self, where: str, unread: Unread) -> Asked:
         if where == "process":
-            return await self._process.read(task)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: task.read(self.reading))
+            return await self._process.read(unread)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.reading.read, unread)
 
     async def close(self) -> None:
         """Stop; bodies that wait are dropped."""
@@ -122,19 +91,19 @@ class _Process:
         self._process: asyncio.subprocess.Process | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def read(self, task: _Task) -> Asked:
+    async def read(self, unread: Unread) -> Asked:
         async with self._turn:
             for last in (False, True):
                 answered = False
                 try:
-                    answer = await self._ask(task)
+                    answer = await self._ask(unread)
                     answered = True
                     break
                 except TimeoutError:
                     raise BatonError(Reason.REQUEST_TOO_LARGE, f"The body takes over {READ_S:g} s to read.") from None
                 except (OSError, asyncio.IncompleteReadError) as error:
                     # Killed by somebody, or by this body: the second time it is the body.
-                    _log.warning("the process that reads large bodies ended", bytes=task.size, error=repr(error))
+                    _log.warning("the process that reads large bodies ended", bytes=unread.size, error=repr(error))
                     if last:
                         raise BatonError(Reason.REQUEST_TOO_LARGE, "The body takes too much memory to read.") from error
                 finally:
@@ -143,17 +112,16 @@ class _Process:
                         await self.close()
         return unpack(answer)
 
-    async def _ask(self, task: _Task) -> bytes:
+    async def _ask(self, unread: Unread) -> bytes:
         if self._streams is None:
             async with asyncio.timeout(START_S):
                 self._streams = await self._start()
                 await self._streams[0].readexactly(1)
         reader, writer = self._streams
         async with asyncio.timeout(READ_S):
-            before = -1 if task.earlier is None else len(task.earlier)
-            chat = -1 if task.chat is None else task.chat
-            writer.write(ASK.pack(chat, task.api, task.limit, before, len(task.body)))
-            for part in (task.earlier or b"", task.body):
+            before = -1 if unread.earlier is None else len(unread.earlier)
+            writer.write(ASK.pack(unread.api, unread.limit, before, len(unread.body)))
+            for part in (unread.earlier or b"", unread.body):
                 for start in range(0, len(part), SLICE_BYTES):
                     writer.write(bytes(memoryview(part)[start : start + SLICE_BYTES]))
                     await writer.drain()

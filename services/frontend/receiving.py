@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 
 from baton.errors import BatonError, Reason
-from services.frontend.asked import Api, Asked
+from services.frontend.asked import Api, Asked, Unread
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
 
@@ -20,6 +20,6 @@ async def read_as(frontend: Frontend, body: bytes | bytearray, api: Api) -> Aske
     """The checked body. Raises BatonError when it is not right, or not in time."""
     try:
         async with asyncio.timeout(frontend.request_timeout_s):
-            return await frontend.bodies.read(body, limit=frontend.context_length(), api=api)
+            return await frontend.bodies.read(Unread(body, api, frontend.context_length()))
     except TimeoutError:
         raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None

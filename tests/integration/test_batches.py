@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,24 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from tests.integration.asking import KEY
 from tests.integration.stack import HANG_S, SERVED, Stack, until
 from tests.tiny_model import make_tiny_model
 from tests.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-KEY = "sk-test-0123456789"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Lines = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, api_keys: Path) -> Iterator[Stack]:
     """One of each worker, and a frontend with a key and a directory that holds little."""
     directory = tmp_path_factory.mktemp("batches")
-    keys = directory / "keys"
-    keys.write_text(f"{KEY}\n")
     model = make_tiny_model(directory / "tiny", layers=2, context=1024)
     http = {
-        "api_keys_file": keys,
+        "api_keys_file": api_keys,
         "batch_dir": directory / "kept",
         "max_file_bytes": 4 << 20,
         "batch_dir_bytes": 8 << 20,
@@ -43,21 +41,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     run.start()
     yield run
     run.teardown()
-
-
-@pytest.fixture
-async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain client with the key."""
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=stack.url(), headers=headers, trust_env=False, timeout=HANG_S) as client:
-        yield client
-
-
-@pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    """The official client."""
-    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as http:
-        yield AsyncOpenAI(base_url=f"{stack.url()}/v1", api_key=KEY, http_client=http, max_retries=0)
 
 
 def line(n: int, *, tokens: int = 6, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from tests.integration.asking import KEY
 from tests.integration.stack import HANG_S, SERVED, Stack, until
 from tests.tiny_model import VOCAB, make_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = "sk-test-0123456789"
 TEXTS = ["The sea.", "The sea 海 is 🌊 wide. " * 9, "Ships"]
 TOLERANCE = 2e-5
 """Of numbers of a vector of length one, in float32."""
@@ -36,30 +36,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, tiny: Path, api_keys: Path) -> Iterator[Stack]:
     """One of each worker, and a frontend with keys."""
     directory = tmp_path_factory.mktemp("native")
-    keys = directory / "keys"
-    keys.write_text(f"{KEY}\n")
-    run = Stack(directory, tiny, kvstore=False, http={"api_keys_file": keys})
+    run = Stack(directory, tiny, kvstore=False, http={"api_keys_file": api_keys})
     run.start()
     yield run
     run.teardown()
-
-
-@pytest.fixture
-async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain client with the key."""
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=stack.url(), headers=headers, trust_env=False, timeout=HANG_S) as client:
-        yield client
-
-
-@pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    """The official client."""
-    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as http:
-        yield AsyncOpenAI(base_url=f"{stack.url()}/v1", api_key=KEY, http_client=http, max_retries=0)
 
 
 # ---- embeddings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,13 +13,12 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.integration.stack import HANG_S, SERVED, Stack
+from tests.integration.stack import SERVED, Stack
 from tests.sse import Stream, read_stream
 from tests.tiny_model import VOCAB, make_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-KEY = "sk-test-0123456789"
 ORIGIN = "https://app.example.org"
 EOS = VOCAB - 1
 HI: list[Any] = [{"role": "user", "content": "Say something long, about the sea."}]
@@ -26,32 +26,15 @@ WORD = "The sea 海 is 🌊 wide. "
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, api_keys: Path) -> Iterator[Stack]:
     """One of each worker, and a frontend with keys and an origin."""
     directory = tmp_path_factory.mktemp("api")
-    keys = directory / "keys"
-    keys.write_text(f"{KEY}\n")
     model = make_tiny_model(directory / "tiny", layers=2, context=1024)
-    http = {"api_keys_file": keys, "cors_origins": ORIGIN}
+    http = {"api_keys_file": api_keys, "cors_origins": ORIGIN}
     run = Stack(directory, model, kvstore=False, http=http)
     run.start()
     yield run
     run.teardown()
-
-
-@pytest.fixture
-async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain client with the key."""
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=stack.url(), headers=headers, trust_env=False, timeout=HANG_S) as client:
-        yield client
-
-
-@pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    """The official client."""
-    async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as http:
-        yield AsyncOpenAI(base_url=f"{stack.url()}/v1", api_key=KEY, http_client=http, max_retries=0)
 
 
 async def chat(client: AsyncOpenAI, **asked: Any) -> Any:

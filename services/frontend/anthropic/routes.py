@@ -49,7 +49,7 @@ async def _create(request: Request, frontend: Frontend, receive: Receive) -> Res
     async def prepare() -> Prepared:
         begun = time.time()
         try:
-            asked, asks = await frontend.read(body, api=Api.MESSAGES)
+            asked, asks = await frontend.read(body, Api.MESSAGES)
         finally:
             body.clear()
             entered.body_read()
@@ -74,7 +74,7 @@ async def _count(request: Request, frontend: Frontend, receive: Receive) -> Resp
     entered, body = await receive(request, frontend, endpoint)
     outcome = "ok"
     try:
-        asked, _ = await frontend.read(body, api=Api.COUNT)
+        asked, _ = await frontend.read(body, Api.COUNT)
         return Response(_encode({"input_tokens": len(asked.prompts[0].ids)}), media_type="application/json")
     except BatonError as error:
         outcome = error.reason.name.lower()

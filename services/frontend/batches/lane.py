@@ -36,8 +36,9 @@ class Lane:
         self._look = look
         self._arriving = arriving
         self._metrics = metrics
-        self._waiting: list[Place] = []
-        self._placed: list[Place] = []
+        self._waiting: dict[Place, None] = {}
+        """Who asked first comes first."""
+        self._placed: dict[Place, None] = {}
         """In the order in which they got their places."""
         self._workers: set[str] = set()
         self._some = asyncio.Event()
@@ -85,7 +86,7 @@ class Lane:
 
     def _take_away(self, room: dict[str, Room]) -> None:
         used = self.used()
-        for place in reversed(self._placed[:]):
+        for place in reversed(list(self._placed)):
             left = room.get(place.worker)
             if left is None:
                 # Its worker leaves, or is lost: what becomes of the attempt there is known already or will be told.
@@ -105,7 +106,7 @@ class Lane:
         used = self.used()
         streaming = [worker for worker in seen if worker.streams]
         now = time.monotonic()
-        for place in self._waiting[:]:
+        for place in list(self._waiting):
             if place.not_before > now:
                 continue
             able = [worker.id for worker in streaming if not worker.lacks.intersection(place.needs)]
@@ -122,20 +123,19 @@ class Lane:
                 break  # there will be more room soon, unless those behind it take what there is
 
     def _put(self, place: Place, worker: str) -> None:
-        self._waiting.remove(place)
-        self._placed.append(place)
+        del self._waiting[place]
+        self._placed[place] = None
         place.put(worker)
 
     def ask(self, place: Place) -> None:
         """Into the line."""
-        self._waiting.append(place)
+        self._waiting[place] = None
         self._some.set()
 
     def give_back(self, place: Place) -> None:
         """Out of the line, or off its worker. Idempotent."""
-        for line in (self._waiting, self._placed):
-            if place in line:
-                line.remove(place)
+        self._waiting.pop(place, None)
+        self._placed.pop(place, None)
         place.taken()
 
 

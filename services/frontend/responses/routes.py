@@ -115,11 +115,11 @@ class Responses:
 
     async def _read(self, body: bytearray) -> tuple[Asked, list[Ask], tuple[bytes, ...]]:
         """A checked body, with the conversation that it goes on with."""
-        asked, asks = await self._frontend.read(body, api=Api.RESPONSES)
+        asked, asks = await self._frontend.read(body, Api.RESPONSES)
         earlier: tuple[bytes, ...] = ()
         if asked.previous:
             earlier = self._conversation(asked.previous)
-            asked, asks = await self._frontend.read(body, api=Api.RESPONSES, earlier=listed(earlier))
+            asked, asks = await self._frontend.read(body, Api.RESPONSES, listed(earlier))
         return asked, asks, earlier
 
     def _conversation(self, id: str) -> tuple[bytes, ...]:

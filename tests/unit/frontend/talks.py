@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,10 @@ import anthropic
 import httpx
 import openai
 
-from tests.unit.frontend.peers import HANG_S, Stack
+from baton.model.card import Model
+from baton.v1 import worker_pb2
+from tests.unit.frontend.peers import HANG_S, Attempt, Script, ScriptedWorker, Stack, running
+from tests.unit.frontend.test_api import TEXT, says
 
 SAID = (
     "<think>\nShe asks.\n</think>\n\nLet me see 😀.\n"
@@ -48,7 +52,47 @@ def http_to(stack: Stack) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=stack.url, timeout=HANG_S, trust_env=False, verify=False)
 
 
-# ---- mutations of a stream
+# ---- workers that fail
+
+
+async def stalls(attempt: Attempt) -> None:
+    """Two tokens, and nothing after them."""
+    await attempt.tokens([1000, 1001], offset=0)
+
+
+def dies(model: Model) -> tuple[Script, list[int]]:
+    """Says the first tokens of TEXT, and its connection breaks; the script, and those tokens."""
+    ids = model.tokenizer.encode(TEXT, add_special=False)[:5]
+
+    async def script(attempt: Attempt) -> None:
+        await attempt.tokens(ids, offset=0)
+        await asyncio.sleep(0.05)
+        attempt.worker.cut()
+
+    return script, ids
+
+
+def fails(model: Model) -> Script:
+    """Says Hello, and then that it was asked for something impossible; so does whoever goes on."""
+
+    async def script(attempt: Attempt) -> None:
+        if not attempt.message.emitted_ids:
+            await attempt.tokens(model.tokenizer.encode("Hello", add_special=False), offset=0)
+        await attempt.send(attempt.event(failure=worker_pb2.Event(failure={"reason": "INVALID_REQUEST"}).failure))
+
+    return script
+
+
+# ---- streams, and mutations of them
+
+
+async def record(model: Model, path: str, **body: Any) -> bytes:
+    """The stream of SAID that a body is answered with."""
+    worker = ScriptedWorker("merged-1", says(model, SAID))
+    async with running(model, worker, reasoning="think") as stack, http_to(stack) as http:
+        answer = await http.post(path, json={"model": model.name, "stream": True, **body})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return answer.content
 
 
 def mutated(raw: bytes, mutate: Mutate) -> bytes:

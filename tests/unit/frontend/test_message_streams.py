@@ -9,9 +9,8 @@ import pytest
 
 from baton.model.card import Model
 from tests.message_stream import read_message_stream
-from tests.unit.frontend.peers import ScriptedWorker, running
-from tests.unit.frontend.talks import MESSAGE_TOOLS, SAID, Mutate, double, drop, edit, http_to, mutated, swap
-from tests.unit.frontend.test_api import HI, says
+from tests.unit.frontend.talks import MESSAGE_TOOLS, Mutate, double, drop, edit, mutated, record, swap
+from tests.unit.frontend.test_api import HI
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,16 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(scope="module")
 def recorded(model: Model) -> bytes:
     """A thought, text and two calls."""
-    return asyncio.run(_record(model))
-
-
-async def _record(model: Model) -> bytes:
-    worker = ScriptedWorker("merged-1", says(model, SAID))
-    async with running(model, worker, reasoning="think") as stack, http_to(stack) as http:
-        body = {"model": model.name, "max_tokens": 500, "messages": HI, "tools": MESSAGE_TOOLS, "stream": True}
-        answer = await http.post("/v1/messages", json=body)
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        return answer.content
+    return asyncio.run(record(model, "/v1/messages", max_tokens=500, messages=HI, tools=MESSAGE_TOOLS))
 
 
 def test_a_stream_of_ours_has_no_fault(recorded: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from baton.model.card import Model
 from baton.v1 import worker_pb2
 from services.frontend.api_keys import ApiKeys
 from tests.message_stream import MessageStream, read_message_stream
-from tests.unit.frontend.peers import Attempt, ScriptedWorker, Stack, running, until
-from tests.unit.frontend.talks import MESSAGE_TOOLS, PARAMETERS, SAID, anthropic_client, http_to
+from tests.unit.frontend.peers import ScriptedWorker, Stack, running, until
+from tests.unit.frontend.talks import MESSAGE_TOOLS, PARAMETERS, SAID, anthropic_client, dies, fails, http_to, stalls
 from tests.unit.frontend.test_api import HI, TEXT, budget, says
 
 pytestmark = pytest.mark.timeout(60)
@@ -207,9 +206,6 @@ async def test_keys_in_either_header(model: Model, tmp_path: Path) -> None:
 
 
 async def test_a_client_that_goes_away_ends_the_generation(model: Model) -> None:
-    async def stalls(attempt: Attempt) -> None:
-        await attempt.tokens([1000, 1001], offset=0)
-
     async with running(model, ScriptedWorker("merged-1", stalls)) as stack:
         async with anthropic_client(stack).messages.stream(**body(stack)) as stream:
             async for _ in stream:
@@ -219,26 +215,15 @@ async def test_a_client_that_goes_away_ends_the_generation(model: Model) -> None
 
 
 async def test_a_lost_worker_is_not_seen(model: Model) -> None:
-    ids = [*model.tokenizer.encode(TEXT, add_special=False), 2]
-
-    async def dies(attempt: Attempt) -> None:
-        await attempt.tokens(ids[:5], offset=0)
-        await asyncio.sleep(0.05)
-        attempt.worker.cut()
-
-    first, second = ScriptedWorker("a", dies), ScriptedWorker("b", says(model))
+    script, said = dies(model)
+    first, second = ScriptedWorker("a", script), ScriptedWorker("b", says(model))
     async with running(model, first, second) as stack:
         assert (await streamed(stack)).text == TEXT
-    assert list(second.attempts[0].message.emitted_ids) == ids[:5]
+    assert list(second.attempts[0].message.emitted_ids) == said
 
 
 async def test_failures_have_the_shape_of_the_api(model: Model) -> None:
-    async def fails(attempt: Attempt) -> None:
-        if not attempt.message.emitted_ids:
-            await attempt.tokens(model.tokenizer.encode("Hello", add_special=False), offset=0)
-        await attempt.send(attempt.event(failure=worker_pb2.Event(failure={"reason": "INVALID_REQUEST"}).failure))
-
-    async with running(model, ScriptedWorker("merged-1", fails)) as stack, http_to(stack) as http:
+    async with running(model, ScriptedWorker("merged-1", fails(model))) as stack, http_to(stack) as http:
         mine = {"x-request-id": "mine"}
         answer = await http.post("/v1/messages", json=body(stack, stream=True), headers=mine)
         last = answer.text.removesuffix("\n\n").rpartition("\n\n")[2]

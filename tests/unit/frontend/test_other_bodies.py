@@ -14,7 +14,7 @@ from baton.engine.port import GrammarKind
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from baton.v1.worker_pb2 import Logprob
-from services.frontend.asked import Api, Reading, pack, unpack
+from services.frontend.asked import Api, Reading, Unread, pack, unpack
 from services.frontend.detokenise import Piece, TokenText
 from services.frontend.sglang.body import read_generate, read_told
 from services.frontend.sglang.format import GenerateFormat, Wish
@@ -39,29 +39,29 @@ def reading(model: Model) -> Reading:
 @pytest.mark.parametrize(("api", "body"), BODIES)
 def test_between_two_processes_nothing_changes(reading: Reading, model: Model, api: Api, body: dict[str, Any]) -> None:
     raw = orjson.dumps({"model": model.name} | body)
-    asked = reading.read(raw, limit=100, api=api)
+    asked = reading.read(Unread(raw, api, 100))
     assert unpack(pack(asked)) == asked
 
 
 def test_a_model_may_be_left_out_where_it_is_known_and_not_be_another(reading: Reading) -> None:
     for api, body in BODIES:
         with pytest.raises(BatonError) as caught:
-            reading.read(orjson.dumps(body | {"model": "other"}), limit=100, api=api)
+            reading.read(Unread(orjson.dumps(body | {"model": "other"}), api, 100))
         assert caught.value.reason is Reason.MODEL_NOT_FOUND
         if api is Api.EMBEDDINGS:
             with pytest.raises(BatonError) as caught:
-                reading.read(orjson.dumps(body), limit=100, api=api)
+                reading.read(Unread(orjson.dumps(body), api, 100))
             assert caught.value.param == "model"
         else:
-            reading.read(orjson.dumps(body), limit=100, api=api)
+            reading.read(Unread(orjson.dumps(body), api, 100))
 
 
 def test_an_embedding_is_not_longer_than_the_model_has_it(reading: Reading, model: Model) -> None:
     assert model.hidden_size > 0
     body = {"model": model.name, "input": "a"}
-    reading.read(orjson.dumps(body | {"dimensions": model.hidden_size}), limit=100, api=Api.EMBEDDINGS)
+    reading.read(Unread(orjson.dumps(body | {"dimensions": model.hidden_size}), Api.EMBEDDINGS, 100))
     with pytest.raises(BatonError) as caught:
-        reading.read(orjson.dumps(body | {"dimensions": model.hidden_size + 1}), limit=100, api=Api.EMBEDDINGS)
+        reading.read(Unread(orjson.dumps(body | {"dimensions": model.hidden_size + 1}), Api.EMBEDDINGS, 100))
     assert caught.value.param == "dimensions"
 
 

@@ -18,13 +18,14 @@ from prometheus_client import CollectorRegistry
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from services.frontend import reader as module
-from services.frontend.asked import Asked, Reading, pack, unpack
+from services.frontend.asked import Api, Asked, Reading, Unread, pack, unpack
 from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import LARGE_BYTES, BodyReader
 from tests.unit.frontend.peers import HANG_S, ScriptedWorker, running, until
 from tests.unit.frontend.test_failures import post, says
 
+CHAT, TEXT = Api.CHAT, Api.COMPLETION
 LIMIT = 2048
 MIB = 1 << 20
 LARGE = 27 * MIB
@@ -68,44 +69,50 @@ def lateness(what: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("chat", "fields"),
+    ("api", "fields"),
     [
-        (False, {"prompt": "Hello wörld 😀", "echo": True, "logprobs": 2, "n": 3, "stop": ["a", "b"], "seed": -5}),
-        (False, {"prompt": [[1, 2, 3], [4] * 100], "logit_bias": {"7": 1.5, "8": -100}, "stop_token_ids": [5]}),
-        (False, {"prompt": ["one", "two"], "temperature": 0.5, "top_k": 4, "min_p": 0.1, "max_tokens": 9}),
-        (True, {"messages": [{"role": "user", "content": "hi " * 50}], "logprobs": True, "top_logprobs": 3}),
+        (
+            TEXT,
+            {"prompt": "Hello wörld 😀", "echo": True, "logprobs": 2, "n": 3, "stop": ["a", "b"], "seed": -5},
+        ),
+        (
+            TEXT,
+            {"prompt": [[1, 2, 3], [4] * 100], "logit_bias": {"7": 1.5, "8": -100}, "stop_token_ids": [5]},
+        ),
+        (TEXT, {"prompt": ["one", "two"], "temperature": 0.5, "top_k": 4, "min_p": 0.1, "max_tokens": 9}),
+        (CHAT, {"messages": [{"role": "user", "content": "hi " * 50}], "logprobs": True, "top_logprobs": 3}),
     ],
 )
 async def test_process_and_thread_read_the_same(
-    reader: BodyReader, model: Model, chat: bool, fields: dict[str, Any]
+    reader: BodyReader, model: Model, api: Api, fields: dict[str, Any]
 ) -> None:
-    small = await reader.read(body(model, **fields), chat=chat, limit=LIMIT)
-    large = await reader.read(body(model, LARGE_BYTES, **fields), chat=chat, limit=LIMIT)
+    small = await reader.read(Unread(body(model, **fields), api, LIMIT))
+    large = await reader.read(Unread(body(model, LARGE_BYTES, **fields), api, LIMIT))
     assert large == small == unpack(pack(small))
     assert isinstance(small, Asked)
     assert all(len(p.keys) == len(p.ids) // 32 for p in small.prompts)
 
 
-def large_bodies(model: Model) -> dict[str, tuple[bool, bytearray, Reason]]:
+def large_bodies(model: Model) -> dict[str, tuple[Api, bytearray, Reason]]:
     """27 MB each, of every kind that costs something to read."""
     head = f'{{"model":"{model.name}",'.encode()
     word = "all work and no play "
     many = [{"role": "user", "content": "x"}] * (LARGE // 34)
     too_long, invalid = Reason.CONTEXT_LENGTH_EXCEEDED, Reason.INVALID_REQUEST
     return {
-        "text": (False, body(model, prompt=word * (LARGE // len(word))), too_long),
-        "wide text": (False, bytearray(head + b'"prompt":"' + "语".encode() * (LARGE // 3) + b'"}'), too_long),
-        "token ids": (False, bytearray(head + b'"prompt":[1' + b",12345" * (LARGE // 6) + b"]}"), too_long),
-        "one message": (True, body(model, messages=[{"role": "user", "content": word * (LARGE // 21)}]), too_long),
-        "messages": (True, body(model, messages=many), too_long),
-        "small lists": (False, bytearray(head + b'"prompt":[[]' + b",[]" * (LARGE // 3) + b"]}"), invalid),
+        "text": (TEXT, body(model, prompt=word * (LARGE // len(word))), too_long),
+        "wide text": (TEXT, bytearray(head + b'"prompt":"' + "语".encode() * (LARGE // 3) + b'"}'), too_long),
+        "token ids": (TEXT, bytearray(head + b'"prompt":[1' + b",12345" * (LARGE // 6) + b"]}"), too_long),
+        "one message": (CHAT, body(model, messages=[{"role": "user", "content": word * (LARGE // 21)}]), too_long),
+        "messages": (CHAT, body(model, messages=many), too_long),
+        "small lists": (TEXT, bytearray(head + b'"prompt":[[]' + b",[]" * (LARGE // 3) + b"]}"), invalid),
         "nesting": (
-            False,
+            TEXT,
             bytearray(head + b'"prompt":' + b"[" * 100_000 + b" " * LARGE + b"]" * 100_000 + b"}"),
             invalid,
         ),
         "stop ids": (
-            False,
+            TEXT,
             bytearray(head + b'"prompt":"a","stop_token_ids":[1' + b",2" * (LARGE // 2) + b"]}"),
             invalid,
         ),
@@ -118,9 +125,9 @@ KINDS = ("text", "wide text", "token ids", "one message", "messages", "small lis
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_large_body_is_refused_for_what_is_wrong_with_it(reader: BodyReader, model: Model, kind: str) -> None:
-    chat, large, reason = large_bodies(model)[kind]
+    api, large, reason = large_bodies(model)[kind]
     with lateness(kind), pytest.raises(BatonError) as caught:
-        await reader.read(large, chat=chat, limit=LIMIT)
+        await reader.read(Unread(large, api, LIMIT))
     assert caught.value.reason is reason, caught.value
 
 
@@ -152,9 +159,9 @@ def _child(reader: BodyReader) -> int:
 
 async def test_a_reader_that_was_killed_is_replaced(reader: BodyReader, model: Model) -> None:
     good = body(model, LARGE_BYTES, prompt="hi")
-    first = await reader.read(good, chat=False, limit=LIMIT)
+    first = await reader.read(Unread(good, TEXT, LIMIT))
     os.kill(_child(reader), signal.SIGKILL)
-    assert await reader.read(good, chat=False, limit=LIMIT) == first
+    assert await reader.read(Unread(good, TEXT, LIMIT)) == first
 
 
 async def test_a_body_that_kills_its_reader_is_refused(
@@ -170,25 +177,25 @@ async def test_a_body_that_kills_its_reader_is_refused(
 
     monkeypatch.setattr(module._Process, "_ask", dies)
     with pytest.raises(BatonError) as caught:
-        await reader.read(body(model, LARGE_BYTES, prompt="hi"), chat=False, limit=LIMIT)
+        await reader.read(Unread(body(model, LARGE_BYTES, prompt="hi"), TEXT, LIMIT))
     assert caught.value.reason is Reason.REQUEST_TOO_LARGE
     monkeypatch.undo()
-    assert (await reader.read(body(model, LARGE_BYTES, prompt="hi"), chat=False, limit=LIMIT)).prompts
+    assert (await reader.read(Unread(body(model, LARGE_BYTES, prompt="hi"), TEXT, LIMIT))).prompts
 
 
 async def test_a_reading_that_is_cancelled_or_late_leaves_nothing_behind(
     reader: BodyReader, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = large_bodies(model)["small lists"][1]
-    task = asyncio.create_task(reader.read(slow, chat=False, limit=LIMIT))
+    task = asyncio.create_task(reader.read(Unread(slow, TEXT, LIMIT)))
     await until(lambda: reader._process._streams is not None)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    other = await reader.read(body(model, LARGE_BYTES, prompt="other"), chat=False, limit=LIMIT)
+    other = await reader.read(Unread(body(model, LARGE_BYTES, prompt="other"), TEXT, LIMIT))
     assert other.prompts[0].text == "other"
     monkeypatch.setattr(module, "READ_S", 0.01)
     with pytest.raises(BatonError) as caught:
-        await reader.read(slow, chat=False, limit=LIMIT)
+        await reader.read(Unread(slow, TEXT, LIMIT))
     assert caught.value.reason is Reason.REQUEST_TOO_LARGE
     assert "0.01 s" in caught.value.message
     assert set(reader._waiting.values()) == {0}
@@ -197,7 +204,7 @@ async def test_a_reading_that_is_cancelled_or_late_leaves_nothing_behind(
 async def test_bodies_that_wait_are_bounded(reader: BodyReader, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.MAX_WAITING, "process", 2)
     large = body(model, LARGE_BYTES, prompt="hi")
-    tasks = [asyncio.create_task(reader.read(large, chat=False, limit=LIMIT)) for _ in range(5)]
+    tasks = [asyncio.create_task(reader.read(Unread(large, TEXT, LIMIT))) for _ in range(5)]
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     refused = [a for a in answers if isinstance(a, BatonError)]
     assert [e.reason for e in refused] == [Reason.NO_CAPACITY] * 3
@@ -266,5 +273,5 @@ async def test_what_is_over_the_bound_is_refused_before_it_is_read(model: Model)
 
 def test_reading_refuses_another_model(model: Model) -> None:
     with pytest.raises(BatonError) as caught:
-        Reading(model).read(b'{"model": "gpt", "prompt": "hi"}', chat=False, limit=LIMIT)
+        Reading(model).read(Unread(b'{"model": "gpt", "prompt": "hi"}', TEXT, LIMIT))
     assert caught.value.reason is Reason.MODEL_NOT_FOUND

@@ -9,21 +9,18 @@ import pytest
 
 from baton.model.card import Model
 from tests.response_stream import read_response_stream
-from tests.unit.frontend.peers import ScriptedWorker, running
 from tests.unit.frontend.talks import (
     RESPONSE_TOOLS,
-    SAID,
     Events,
     Mutate,
     double,
     drop,
     edit,
-    http_to,
     mutated,
+    record,
     renumbered,
     swap,
 )
-from tests.unit.frontend.test_api import says
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,16 +28,8 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(scope="module")
 def recorded(model: Model) -> bytes:
     """A thought, text and two calls."""
-    return asyncio.run(_record(model))
-
-
-async def _record(model: Model) -> bytes:
-    worker = ScriptedWorker("merged-1", says(model, SAID))
-    async with running(model, worker, reasoning="think") as stack, http_to(stack) as http:
-        body = {"model": model.name, "input": "hi", "tools": RESPONSE_TOOLS, "stream": True}
-        answer = await http.post("/v1/responses", json=body | {"include": ["message.output_text.logprobs"]})
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        return answer.content
+    body = {"input": "hi", "tools": RESPONSE_TOOLS, "include": ["message.output_text.logprobs"]}
+    return asyncio.run(record(model, "/v1/responses", **body))
 
 
 def test_a_stream_of_ours_has_no_fault(recorded: bytes) -> None:

@@ -16,7 +16,7 @@ from baton.model.card import Model
 from baton.v1 import worker_pb2
 from tests.response_stream import ResponseStream, read_response_stream
 from tests.unit.frontend.peers import Attempt, ScriptedWorker, Stack, running, until
-from tests.unit.frontend.talks import PARAMETERS, RESPONSE_TOOLS, SAID, http_to, openai_client
+from tests.unit.frontend.talks import PARAMETERS, RESPONSE_TOOLS, SAID, dies, fails, http_to, openai_client, stalls
 from tests.unit.frontend.test_api import TEXT, budget, says
 
 pytestmark = pytest.mark.timeout(60)
@@ -343,9 +343,6 @@ async def test_the_background_is_followed_from_any_event_on(model: Model) -> Non
 
 
 async def test_the_background_is_cancelled(model: Model) -> None:
-    async def stalls(attempt: Attempt) -> None:
-        await attempt.tokens(model.tokenizer.encode("Hello world", add_special=False), offset=0)
-
     async with running(model, ScriptedWorker("merged-1", stalls)) as stack:
         client = openai_client(stack)
         response = await client.responses.create(model=model.name, input="hi", background=True)
@@ -379,10 +376,6 @@ async def test_the_background_fails(stack: Stack) -> None:
 
 async def test_so_many_run_in_the_background(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.frontend.responses.background.MAX_RUNS", 1)
-
-    async def stalls(attempt: Attempt) -> None:
-        await attempt.tokens([1000], offset=0)
-
     async with running(model, ScriptedWorker("merged-1", stalls)) as stack:
         first = await create(stack, background=True)
         status, body = await refused(stack, background=True)
@@ -396,9 +389,6 @@ async def test_so_many_run_in_the_background(model: Model, monkeypatch: pytest.M
 
 
 async def test_a_client_that_goes_away_ends_the_generation(model: Model) -> None:
-    async def stalls(attempt: Attempt) -> None:
-        await attempt.tokens([1000, 1001], offset=0)
-
     async with running(model, ScriptedWorker("merged-1", stalls)) as stack:
         stream = await openai_client(stack).responses.create(model=model.name, input="hi", stream=True)
         async for _ in stream:
@@ -409,28 +399,17 @@ async def test_a_client_that_goes_away_ends_the_generation(model: Model) -> None
 
 
 async def test_a_lost_worker_is_not_seen(model: Model) -> None:
-    ids = [*model.tokenizer.encode(TEXT, add_special=False), 2]
-
-    async def dies(attempt: Attempt) -> None:
-        await attempt.tokens(ids[:5], offset=0)
-        await asyncio.sleep(0.05)
-        attempt.worker.cut()
-
-    first, second = ScriptedWorker("a", dies), ScriptedWorker("b", says(model))
+    script, said = dies(model)
+    first, second = ScriptedWorker("a", script), ScriptedWorker("b", says(model))
     async with running(model, first, second) as stack:
         stream = await streamed(stack)
     assert stream.text == TEXT
     assert stream.response["baton"]["attempts"] == 2
-    assert list(second.attempts[0].message.emitted_ids) == ids[:5]
+    assert list(second.attempts[0].message.emitted_ids) == said
 
 
 async def test_a_stream_that_cannot_go_on_fails(model: Model) -> None:
-    async def fails(attempt: Attempt) -> None:
-        if not attempt.message.emitted_ids:
-            await attempt.tokens(model.tokenizer.encode("Hello", add_special=False), offset=0)
-        await attempt.send(attempt.event(failure=worker_pb2.Event(failure={"reason": "INVALID_REQUEST"}).failure))
-
-    async with running(model, ScriptedWorker("merged-1", fails)) as stack:
+    async with running(model, ScriptedWorker("merged-1", fails(model))) as stack:
         stream = await streamed(stack)
         assert stream.events[-1] == "response.failed"
         assert stream.response["error"]["code"] == "server_error"

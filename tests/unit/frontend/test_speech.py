@@ -18,7 +18,7 @@ from baton.grammar.follow import Follower
 from baton.model.card import Model
 from baton.model.template import ChatTemplate
 from baton.v1 import worker_pb2
-from services.frontend.asked import Reading, pack, unpack
+from services.frontend.asked import Api, Reading, Unread, pack, unpack
 from services.frontend.parsers.choose import TOOLS
 from tests.unit.frontend.peers import HANG_S, ScriptedWorker, Stack, running
 from tests.unit.frontend.test_api import budget, says
@@ -183,7 +183,7 @@ def test_refused_before_any_worker(
     body = json.dumps({"model": model.name, "messages": HI} | fields).encode()
     for _ in range(2):  # known the second time
         with pytest.raises(BatonError) as refused:
-            reading.read(body, chat=True, limit=2048)
+            reading.read(Unread(body, Api.CHAT, 2048))
         assert refused.value.param == param
         assert words in refused.value.message
         assert refused.value.reason.spec.http_status == 400
@@ -201,19 +201,19 @@ def test_deep_json_is_an_answer_or_a_refusal(model: Model, reading: Reading, dep
         f'"messages": [{json.dumps(HI[0])}, {{"role": "assistant", "tool_calls": [{call}]}}]',
     ):
         with contextlib.suppress(BatonError):
-            reading.read(f'{{"model": "{model.name}", {fields}}}'.encode(), chat=True, limit=8192)
+            reading.read(Unread(f'{{"model": "{model.name}", {fields}}}'.encode(), Api.CHAT, 8192))
 
 
 def test_any_json_beside_tools_that_may_be_called(model: Model, reading: Reading) -> None:
     body = {"model": model.name, "messages": HI, "tools": [NOW], "guided_json": "true"}
-    assert reading.read(json.dumps(body).encode(), chat=True, limit=2048).grammar is not None
+    assert reading.read(Unread(json.dumps(body).encode(), Api.CHAT, 2048)).grammar is not None
 
 
 def test_a_tool_that_takes_one_of_several_forms(model: Model, reading: Reading) -> None:
     forms = [{"properties": {name: {"type": "string"}}, "required": [name]} for name in ("a", "b")]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "anyOf": forms}}}
     body = {"model": model.name, "messages": HI, "tools": [tool], "tool_choice": "required"}
-    assert reading.read(json.dumps(body).encode(), chat=True, limit=2048).grammar is not None
+    assert reading.read(Unread(json.dumps(body).encode(), Api.CHAT, 2048)).grammar is not None
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_the_grammar_of_calls_is_what_the_parser_reads(
         "auto": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}},
     }
     body = {"model": model.name, "messages": HI, "tools": [WEATHER, NOW], **wishes[choice]}
-    found = reading.read(json.dumps(body).encode(), chat=True, limit=2048)
+    found = reading.read(Unread(json.dumps(body).encode(), Api.CHAT, 2048))
     assert unpack(pack(found)) == found
     assert found.grammar is not None
     tokenizer = model.tokenizer
@@ -278,7 +278,7 @@ def test_results_and_calls_of_earlier_turns(model: Model, reading: Reading) -> N
         {"role": "tool", "tool_call_id": "2", "content": "noon"},
     ]
     body = json.dumps({"model": model.name, "messages": messages, "tools": [NOW]}).encode()
-    text = reading.read(body, chat=True, limit=2048).prompts[0].text
+    text = reading.read(Unread(body, Api.CHAT, 2048)).prompts[0].text
     assert text.count("<|im_start|>system") == 1
     assert "Be brief.\n\nYou can call functions." in text
     assert '<|im_start|>assistant\n<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
@@ -291,7 +291,7 @@ def test_a_template_that_takes_tools_gets_them(model: Model) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 7}'}}
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
     body = {"model": model.name, "messages": messages, "tools": [NOW], "tool_choice": "required"}
-    found = reading.read(json.dumps(body).encode(), chat=True, limit=2048)
+    found = reading.read(Unread(json.dumps(body).encode(), Api.CHAT, 2048))
     assert found.prompts[0].text == "now;user:hi\n7assistant:\ntool:x\n<think>"
     assert found.voice.opened
     assert found.grammar is not None
