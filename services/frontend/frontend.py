@@ -158,5 +158,5 @@ class Frontend:
 
 
 def context_length(model: Model, readiness: Readiness) -> int:
-    """The model's limit, or the connected workers' where that is less."""
+    """The model's limit, or the workers' where that is less."""
     return min(model.context_length, readiness.max_context() or model.context_length)

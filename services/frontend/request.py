@@ -145,6 +145,11 @@ class Broken:
     silent_s: float
     """How long its worker had given no sign of progress by then."""
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether its output has come to the end of its worker's context."""
+        return self.error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and self.leg.first_token > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Unmended:
@@ -291,7 +296,14 @@ class Generation:
             lost, tokens = broken.leg.plan.worker.id, len(choice.received)
             _log.info("output moves", uid=self.work.uid, lost=lost, tokens=tokens, error=str(broken.error))
             self._backend.metrics.resumes.labels(broken.error.reason.name).inc()
-            await self._launch((choice.index,), choice.received, broken, row)
+            try:
+                await self._launch((choice.index,), choice.received, broken, row)
+            except BatonError as error:
+                if not broken.outgrown or error.reason not in _NO_PLACE | _TOO_MUCH:
+                    raise
+                # Nobody with a longer context has come: this is where it ends.
+                choice.finished = True
+                self._inbox.put(Output(self, choice.index, (), (), "length"))
 
     def end_choice(self, index: int) -> None:
         """The frontend has seen enough of a choice (a stop string): take nothing more of it."""
@@ -464,7 +476,7 @@ class Generation:
         error, plan = broken.error, broken.leg.plan
         if error.reason is Reason.PREEMPTED:
             return broken.leg.row
-        if error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and broken.leg.first_token:
+        if broken.outgrown:
             self._exclude.add(plan.worker.id)
             return broken.leg.row
         row = broken.leg.row.longer(broken.at)

@@ -82,7 +82,11 @@ class RouterClient:
         if reply is None:
             return self._own_choice(request)
         if reply.HasField("failure"):
-            raise from_failure(reply.failure)
+            error = from_failure(reply.failure)
+            if error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and request.fallback != worker_pb2.FALLBACK_STRICT:
+                # It was measured by the longest context that there is: those who have it are away.
+                raise BatonError(Reason.DECODE_UNAVAILABLE, error.message) from error
+            raise error
         return reply.plan
 
     async def _first_answer(

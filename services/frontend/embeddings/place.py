@@ -113,8 +113,7 @@ class _Placed:
                     raise
                 if time.monotonic() > patience:
                     raise (failed or error) from error
-                if error.reason is Reason.NO_CAPACITY:
-                    self._tokens = self._group.longest
+                self._tokens = self._group.longest
                 self._exclude.clear()
                 await asyncio.sleep(low * random.uniform(0.5, 1.0))
                 low = min(high, low * 2)

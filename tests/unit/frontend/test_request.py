@@ -58,11 +58,15 @@ class Peers:
 
     def __init__(self, refusals: int) -> None:
         self.refusals = refusals
+        self.nowhere: BatonError | None = None
+        """What the router says instead of a plan."""
         self.submitted: list[Submitted] = []
         self.outcomes: list[router_pb2.Outcome] = []
         self.attached: set[tuple[str, int]] = set()
 
     async def route(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
+        if self.nowhere is not None:
+            raise self.nowhere
         return worker_pb2.Plan(mode=worker_pb2.MODE_MERGED, worker=worker_pb2.Target(id=f"w{request.attempt}"))
 
     def report(self, outcome: router_pb2.Outcome) -> None:
@@ -129,6 +133,7 @@ def make(peers: Peers, choices: int, turn: Places | None = None) -> tuple[Genera
         background=Background("test"),
         metrics=FrontendMetrics(CollectorRegistry()),
         fallback=worker_pb2.FALLBACK_AUTO,
+        resume_patience_s=0.5,
     )
     sampling = worker_pb2.Sampling(max_tokens=LENGTH)
     work = Work("uid", Prompt((1, 2), (), ""), sampling, choices, time.time() + 60, turn=turn)
@@ -323,3 +328,18 @@ async def test_failures_in_a_row_end_a_request() -> None:
     else:
         raise AssertionError("nobody took it")
     assert 2 <= len(peers.outcomes) <= 10
+
+
+async def test_without_a_longer_context_it_ends_with_length() -> None:
+    peers = Peers(0)
+    generation, inbox = make(peers, 1)
+    reader = Reader(generation, inbox, 1)
+    await generation.start()
+    event = peers.submitted[0].tokens(0, 0, 3)
+    event.finish = "length"
+    peers.nowhere = BatonError(Reason.DECODE_UNAVAILABLE, "w0 takes 5 tokens")
+    peers.submitted[0].sink.on_event(event)
+    await reader.read()
+    await reader.read()
+    assert (len(reader.received[0]), reader.finishes, generation.finished) == (3, [1], True)
+    generation.close()
