@@ -22,7 +22,7 @@ from tests.worker_process import WorkerProcess
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 KEY = "sk-test-0123456789"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Lines = list[dict[str, Any]]
 
 
@@ -354,6 +354,28 @@ def test_a_directory_is_one_frontends(stack: Stack, tmp_path: Path) -> None:
         assert "another frontend's" in second.log()
     finally:
         second.stop()
+
+
+async def test_embeddings_are_lines_too(stack: Stack, client: AsyncOpenAI) -> None:
+    """As the same request gives by itself; a line that is wrong fails alone."""
+    inputs: list[Any] = [f"Line {n}." * (n + 1) for n in range(10)] + [["several", "inputs"], [5, 6, 7]]
+    bodies = [{"model": SERVED, "input": one, "encoding_format": "float"} for one in inputs]
+    bodies += [{"model": SERVED, "input": "x", "dimensions": 4}, {"model": SERVED, "input": ""}]
+    made = [
+        {"custom_id": f"line-{n}", "method": "POST", "url": EMBEDDINGS, "body": body} for n, body in enumerate(bodies)
+    ]
+    batch = await ended(client, (await start(client, made, EMBEDDINGS)).id)
+    counts = batch.request_counts
+    assert (batch.status, counts.completed, counts.failed) == ("completed", 13, 1), batch
+    good, bad = [await results(client, id) for id in (batch.output_file_id, batch.error_file_id)]
+    assert bad["line-13"]["response"]["body"]["error"]["param"] == "input"
+    for n, body in enumerate(bodies[:-1]):
+        answered = good[f"line-{n}"]["response"]["body"]
+        alone = (await client.post("/embeddings", body=body, cast_to=httpx.Response)).json()
+        assert alike(answered, alone)
+        assert answered["usage"] == alone["usage"]
+    assert await refused(client, text_of([made[0], line(1)]), EMBEDDINGS) == [("mismatched_url", 2, "url")]
+    stack.settle()
 
 
 # ---- beside others
