@@ -126,11 +126,15 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
     lines[4]["body"]["model"] = "another"
     lines[5]["body"]["stream"] = True
     data = text_of(lines)
-    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    file = await client.files.create(
+        file=("in.jsonl", data), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200}
+    )
+    assert file.expires_at == file.created_at + 7200
     assert (file.bytes, file.filename, file.purpose, file.status) == (len(data), "in.jsonl", "batch", "processed")
     assert file.model_dump()["baton"]["lines"] == 12
     assert (await client.files.content(file.id)).content == data
     asked: Any = {"input_file_id": file.id, "endpoint": url, "completion_window": "24h", "metadata": {"of": "mine"}}
+    asked |= {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}
     batch = await client.batches.create(**asked)
     assert batch.status in ("validating", "in_progress")
     batch = await ended(client, batch.id)
@@ -157,6 +161,7 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
     assert [one.id for one in listed.data] == [batch.id]
     output = await client.files.retrieve(batch.output_file_id or "")
     assert output.purpose == "batch_output"
+    assert output.expires_at == output.created_at + 3600
     assert (await client.files.delete(file.id)).deleted
     with pytest.raises(openai.NotFoundError):
         await client.files.content(file.id)
@@ -225,6 +230,11 @@ async def test_requests_for_files_and_batches_are_checked(client: AsyncOpenAI, h
         assert await post(endpoint=endpoint) == (400, "invalid_value", "endpoint")
     assert await post(completion_window="1h") == (400, "invalid_value", "completion_window")
     assert await post(metadata={"a": 1}) == (400, "invalid_value", "metadata")
+    early = {"anchor": "created_at", "seconds": 60}
+    assert await post(output_expires_after=early) == (400, "invalid_value", "output_expires_after.seconds")
+    form = {"purpose": "batch"} | {f"expires_after[{name}]": str(value) for name, value in early.items()}
+    answer = await http.post("/v1/files", files=file, data=form)
+    assert await told(answer) == (400, "invalid_value", "expires_after[seconds]")
     for path in ("/v1/files/file-x", "/v1/files/..%2Flock", "/v1/files/file-x/content", "/v1/batches/batch_x"):
         assert (await told(await http.get(path)))[:2] == (404, "not_found")
     assert (await told(await http.post("/v1/batches/batch_x/cancel")))[:2] == (404, "not_found")
