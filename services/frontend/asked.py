@@ -43,7 +43,8 @@ class Asked:
     told: bytes = b""
     """What the answer's format has to know of the body, as JSON; or the answer itself."""
     previous: str = ""
-    """A response whose conversation this one goes on with: without it there are no prompts yet."""
+    """A response whose conversation this one goes on with: without it, and the items that `told` names, there are no
+    prompts yet."""
     each: tuple[tuple[Options, Grammar | None], ...] = ()
     """Of each prompt, where they have options of their own."""
 
@@ -90,7 +91,7 @@ class Reading:
         earlier: bytes | None = None,
     ) -> Asked:
         """The request in `body`. `chat` None: it is one if it has messages; `limit`: tokens of the context; `earlier`:
-        items of the conversation that a response goes on with, as a JSON list.
+        what a response goes on with and refers to, as JSON (`responses.refer.Earlier`).
 
         Raises BatonError with what is wrong with it.
         """
@@ -132,7 +133,7 @@ class Reading:
     def _response(self, raw: Mapping[str, Any], limit: int, earlier: bytes | None) -> Asked:
         body = read_response(raw, self._vocab_size, earlier)
         if not isinstance(body, ResponseBody):
-            return Asked(body.options, (), chat=True, previous=body.previous)
+            return Asked(body.options, (), chat=True, previous=body.previous, told=body.refers)
         talk = truncated(self._talk, body.chat, limit) if body.truncate else self._talk(body.chat, limit)
         return replace(talk, told=body.told)
 
