@@ -419,6 +419,27 @@ async def test_others_come_first(stack: Stack, client: AsyncOpenAI) -> None:
     stack.settle()
 
 
+async def test_embeddings_give_way_to_others(stack: Stack, client: AsyncOpenAI) -> None:
+    """While somebody is served none is made: what was begun ends, and is made again later."""
+    bodies = [{"model": SERVED, "input": [[n + 1] * 500 for _ in range(16)]} for n in range(40)]
+    made = [
+        {"custom_id": f"line-{n}", "method": "POST", "url": EMBEDDINGS, "body": body} for n, body in enumerate(bodies)
+    ]
+    batch = await start(client, made, EMBEDDINGS)
+    until(lambda: stack.metric("frontend", "baton_frontend_batch_running"))
+    gave_way = stack.metric("frontend", "baton_frontend_batch_gave_way_total")
+    said = await client.completions.create(
+        model=SERVED, prompt="x", max_tokens=200, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert said.usage is not None
+    assert said.usage.completion_tokens == 200
+    assert stack.metric("frontend", "baton_frontend_batch_gave_way_total") > gave_way
+    until(lambda: stack.metric("frontend", "baton_frontend_batch_running"))
+    await client.batches.cancel(batch.id)
+    assert (await ended(client, batch.id)).status == "cancelled"
+    stack.settle()
+
+
 def test_without_a_directory_there_are_none(stack: Stack, tmp_path: Path) -> None:
     role, flags = stack._plan["frontend"]
     none = {name: flag for name, flag in flags.items() if name != "batch_dir"}
