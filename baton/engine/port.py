@@ -352,12 +352,12 @@ class Engine(abc.ABC):
         """Handles of those of `keys` whose sealed blocks are in the pool, in order: they stay where they are until the
         context is left, so that a store can read them. Raises BatonError(ENGINE_FAILED)."""
 
-    async def embed(self, ids: Sequence[int], deadline: float) -> bytes:
+    async def embed(self, ids: Sequence[int], deadline: float, *, batch: bool = False) -> bytes:
         """The mean of the last hidden states (after the model's final norm) of one input, as little-endian f32.
 
-        Computed beside requests and never before them. `deadline` is `time.time()` seconds; cancelling stops it. Raises
-        BatonError: INVALID_REQUEST (an engine that cannot, which its spec says it `lacks`, too), NO_CAPACITY,
-        CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED, ENGINE_FAILED.
+        Computed beside requests and never before them; `batch`: of the batch lane, as `Request.batch`. `deadline` is
+        `time.time()` seconds; cancelling stops it. Raises BatonError: INVALID_REQUEST (an engine that cannot, which its
+        spec says it `lacks`, too), NO_CAPACITY, CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED, ENGINE_FAILED.
         """
         raise BatonError(Reason.INVALID_REQUEST, "this engine makes no embeddings")
 

@@ -31,8 +31,10 @@ class Embeddings:
     def __init__(self, context: WorkerContext, watchers: Watchers) -> None:
         self._context = context
         self._watchers = watchers
-        self._room = Room(AT_ONCE, max(1, context.spec.pool_blocks // POOL_SHARE))
-        self._calls: list[str] = []
+        # The batch lane has a room of its own: nobody waits behind it.
+        self._rooms = {batch: Room(AT_ONCE, max(1, context.spec.pool_blocks // POOL_SHARE)) for batch in (False, True)}
+        self._calls: list[tuple[str, bool]] = []
+        """Uids, and whether they are of the batch lane."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -42,9 +44,10 @@ class Embeddings:
         context.check_serving()
         context.check_moving(Reason.ENGINE_FAILED)
         context.check_card(request.card)
-        if len(self._calls) >= MAX_WAITING:
+        if sum(batch == request.batch for _, batch in self._calls) >= MAX_WAITING:
             raise BatonError(Reason.NO_CAPACITY, f"{MAX_WAITING} calls for embeddings are here already")
-        self._calls.append(request.uid)
+        call = (request.uid, request.batch)
+        self._calls.append(call)
         self._idle.clear()
         self._watchers.admitted(request.uid)
         try:
@@ -53,7 +56,7 @@ class Embeddings:
         except TimeoutError:
             raise BatonError(Reason.DEADLINE_EXCEEDED, "the deadline passed before the embeddings were made") from None
         finally:
-            self._calls.remove(request.uid)
+            self._calls.remove(call)
             if not self._calls:
                 self._idle.set()
 
@@ -61,14 +64,15 @@ class Embeddings:
         """One that fails ends the others."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(one.ids, request.deadline)) for one in request.inputs]
+                tasks = [group.create_task(self._one(one.ids, request)) for one in request.inputs]
         except* BatonError as failed:
             raise _first(failed) from failed
         return [task.result() for task in tasks]
 
-    async def _one(self, ids: Sequence[int], deadline: float) -> bytes:
-        async with self._room.take(-(-len(ids) // self._context.spec.block_size)):
-            answer = asyncio.create_task(self._context.engine.embed(ids, deadline), name="embedding")
+    async def _one(self, ids: Sequence[int], request: pb.EmbedRequest) -> bytes:
+        engine = self._context.engine
+        async with self._rooms[request.batch].take(-(-len(ids) // self._context.spec.block_size)):
+            answer = asyncio.create_task(engine.embed(ids, request.deadline, batch=request.batch), name="embedding")
             try:
                 while not answer.done():
                     await asyncio.wait((answer,), timeout=WATCH_S)
@@ -88,7 +92,8 @@ class Embeddings:
 
     def findings(self) -> list[str]:
         """Open calls, in words."""
-        return [f"embeddings of {uid} are being made" for uid in self._calls] + self._room.findings()
+        inside = [finding for room in self._rooms.values() for finding in room.findings()]
+        return [f"embeddings of {uid} are being made" for uid, _ in self._calls] + inside
 
 
 class Room:

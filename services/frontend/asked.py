@@ -44,7 +44,8 @@ class Asked:
     told: bytes = b""
     """What the answer's format has to know of the body, as JSON; or the answer itself."""
     previous: str = ""
-    """A response whose conversation this one goes on with: without it there are no prompts yet."""
+    """A response whose conversation this one goes on with: without it, and the items that `told` names, there are no
+    prompts yet."""
     each: tuple[tuple[Options, Grammar | None], ...] = ()
     """Of each prompt, where they have options of their own."""
 
@@ -69,8 +70,8 @@ class Api(IntEnum):
 
 @dataclass(frozen=True)
 class Unread:
-    """A body as it came. `limit`: tokens of the context; `earlier`: items of the conversation that a response goes on
-    with, as a JSON list."""
+    """A body as it came. `limit`: tokens of the context; `earlier`: what a response goes on with and refers to, as JSON
+    (`responses.refer.Earlier`)."""
 
     body: bytes | bytearray
     api: Api
@@ -154,7 +155,7 @@ class Reading:
     def _response(self, fields: Fields, unread: Unread) -> Asked:
         body = read_response(fields, self._vocab_size, unread.earlier)
         if not isinstance(body, ResponseBody):
-            return Asked(body.options, (), chat=True, previous=body.previous)
+            return Asked(body.options, (), chat=True, previous=body.previous, told=body.refers)
         limit = unread.limit
         talk = truncated(self._talk, body.chat, limit) if body.truncate else self._talk(body.chat, limit)
         return replace(talk, told=body.told)

@@ -24,6 +24,7 @@ from services.frontend.batches.lane import Lane
 from services.frontend.batches.look import Look
 from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.drain import Requests
+from services.frontend.embeddings.make import make, read_inputs
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
@@ -129,6 +130,8 @@ async def _with_batches(process: Process, settings: FrontendSettings, frontend: 
     lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, metrics)
     answerer = Answerer(
         lambda body, uid, chat, timeout_s: frontend.prepare(body, uid, chat=chat, timeout_s=timeout_s, turns=lane.turn),
+        lambda body: read_inputs(frontend, body),
+        lambda inputs, uid, timeout_s: make(frontend, inputs, uid, time.time() + timeout_s, lane.turn),
         metrics,
     )
     batches = Batches(

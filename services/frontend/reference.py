@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.frontend.batches.answer import ENDPOINTS as BATCH_ENDPOINTS
+from services.frontend.batches.expiry import LEAST_S, MOST_S
 from services.frontend.listing import BATCHES, BOTH, CHAT, COMPLETIONS, FILES, HUGE, Endpoint, Field, Json, Status
 from services.frontend.reference_native import NATIVE_ENDPOINTS, NATIVE_FIELDS, native_tables
 from services.frontend.reference_talks import TALK_ENDPOINTS, TALK_FIELDS, talk_tables
@@ -56,6 +57,7 @@ def _rest(status: Status, note: str, *names: str, where: tuple[str, ...] = BOTH)
 
 _BOOLEAN: Json = {"type": ["boolean", "null"]}
 _STRING: Json = {"type": "string"}
+_SECONDS: Json = {"type": "integer", "minimum": LEAST_S, "maximum": MOST_S}
 _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXT_PART: Json = {
     "type": "object",
@@ -227,7 +229,8 @@ FIELDS = (
     *_rest("ignored", "of beam search", "length_penalty", "early_stopping"),
     _works("file", "JSON lines, each `{custom_id, method, url, body}`", {"type": "string"}, (FILES,), required=True),
     _works("purpose", "`batch` only", {"enum": ["batch"]}, (FILES,), required=True),
-    *_rest("refused", "files stay until they are deleted", "expires_after", where=(FILES,)),
+    _works("expires_after[anchor]", "a file without both stays", {"enum": ["created_at"]}, (FILES,)),
+    _works("expires_after[seconds]", "3600 to 2592000", _SECONDS, (FILES,)),
     _works("input_file_id", "a file of purpose `batch`", {"type": "string"}, (BATCHES,), required=True),
     _works(
         "endpoint", "what its lines ask for: every `url`", {"enum": list(BATCH_ENDPOINTS)}, (BATCHES,), required=True
@@ -244,7 +247,16 @@ FIELDS = (
         },
         (BATCHES,),
     ),
-    *_rest("ignored", "files stay until they are deleted", "output_expires_after", where=(BATCHES,)),
+    _works(
+        "output_expires_after",
+        "of its output and error files, from when these are made: `{anchor: created_at, seconds}`",
+        {
+            "type": ["object", "null"],
+            "properties": {"anchor": {"enum": ["created_at"]}, "seconds": _SECONDS},
+            "required": ["anchor", "seconds"],
+        },
+        (BATCHES,),
+    ),
     *_rest("ignored", "", "spaces_between_special_tokens", "request_id", "kv_transfer_params", "vllm_xargs"),
 )
 

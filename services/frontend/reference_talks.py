@@ -98,8 +98,8 @@ _RESPONSES = (
     _works(
         "input",
         "text, or items: `message` (text parts), `function_call`, `function_call_output`, `reasoning` (not shown to "
-        "the model); may be left out after `previous_response_id`; images, audio, files, `item_reference` and items of "
-        "other kinds are refused by name",
+        "the model), `item_reference` (to an item of a kept response; 404 when there is none); may be left out after "
+        "`previous_response_id`; images, audio, files and items of other kinds are refused by name",
         _either({"type": "string", "minLength": 1}, _list(_ITEM)),
         RESPONSES,
         required=True,

@@ -22,7 +22,7 @@ from tests.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Lines = list[dict[str, Any]]
 
 
@@ -109,11 +109,15 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
     lines[4]["body"]["model"] = "another"
     lines[5]["body"]["stream"] = True
     data = text_of(lines)
-    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    file = await client.files.create(
+        file=("in.jsonl", data), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200}
+    )
+    assert file.expires_at == file.created_at + 7200
     assert (file.bytes, file.filename, file.purpose, file.status) == (len(data), "in.jsonl", "batch", "processed")
     assert file.model_dump()["baton"]["lines"] == 12
     assert (await client.files.content(file.id)).content == data
     asked: Any = {"input_file_id": file.id, "endpoint": url, "completion_window": "24h", "metadata": {"of": "mine"}}
+    asked |= {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}
     batch = await client.batches.create(**asked)
     assert batch.status in ("validating", "in_progress")
     batch = await ended(client, batch.id)
@@ -140,6 +144,7 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
     assert [one.id for one in listed.data] == [batch.id]
     output = await client.files.retrieve(batch.output_file_id or "")
     assert output.purpose == "batch_output"
+    assert output.expires_at == output.created_at + 3600
     assert (await client.files.delete(file.id)).deleted
     with pytest.raises(openai.NotFoundError):
         await client.files.content(file.id)
@@ -208,6 +213,11 @@ async def test_requests_for_files_and_batches_are_checked(client: AsyncOpenAI, h
         assert await post(endpoint=endpoint) == (400, "invalid_value", "endpoint")
     assert await post(completion_window="1h") == (400, "invalid_value", "completion_window")
     assert await post(metadata={"a": 1}) == (400, "invalid_value", "metadata")
+    early = {"anchor": "created_at", "seconds": 60}
+    assert await post(output_expires_after=early) == (400, "invalid_value", "output_expires_after.seconds")
+    form = {"purpose": "batch"} | {f"expires_after[{name}]": str(value) for name, value in early.items()}
+    answer = await http.post("/v1/files", files=file, data=form)
+    assert await told(answer) == (400, "invalid_value", "expires_after[seconds]")
     for path in ("/v1/files/file-x", "/v1/files/..%2Flock", "/v1/files/file-x/content", "/v1/batches/batch_x"):
         assert (await told(await http.get(path)))[:2] == (404, "not_found")
     assert (await told(await http.post("/v1/batches/batch_x/cancel")))[:2] == (404, "not_found")
@@ -339,6 +349,28 @@ def test_a_directory_is_one_frontends(stack: Stack, tmp_path: Path) -> None:
         second.stop()
 
 
+async def test_embeddings_are_lines_too(stack: Stack, client: AsyncOpenAI) -> None:
+    """As the same request gives by itself; a line that is wrong fails alone."""
+    inputs: list[Any] = [f"Line {n}." * (n + 1) for n in range(10)] + [["several", "inputs"], [5, 6, 7]]
+    bodies = [{"model": SERVED, "input": one, "encoding_format": "float"} for one in inputs]
+    bodies += [{"model": SERVED, "input": "x", "dimensions": 4}, {"model": SERVED, "input": ""}]
+    made = [
+        {"custom_id": f"line-{n}", "method": "POST", "url": EMBEDDINGS, "body": body} for n, body in enumerate(bodies)
+    ]
+    batch = await ended(client, (await start(client, made, EMBEDDINGS)).id)
+    counts = batch.request_counts
+    assert (batch.status, counts.completed, counts.failed) == ("completed", 13, 1), batch
+    good, bad = [await results(client, id) for id in (batch.output_file_id, batch.error_file_id)]
+    assert bad["line-13"]["response"]["body"]["error"]["param"] == "input"
+    for n, body in enumerate(bodies[:-1]):
+        answered = good[f"line-{n}"]["response"]["body"]
+        alone = (await client.post("/embeddings", body=body, cast_to=httpx.Response)).json()
+        assert alike(answered, alone)
+        assert answered["usage"] == alone["usage"]
+    assert await refused(client, text_of([made[0], line(1)]), EMBEDDINGS) == [("mismatched_url", 2, "url")]
+    stack.settle()
+
+
 # ---- beside others
 
 
@@ -367,6 +399,27 @@ async def test_others_come_first(stack: Stack, client: AsyncOpenAI) -> None:
         alone = await client.completions.create(**body, extra_body={"ignore_eos": True})
         assert good[f"line-{n}"]["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
     assert all(one["response"]["body"]["usage"]["completion_tokens"] == 400 for one in good.values())
+    stack.settle()
+
+
+async def test_embeddings_give_way_to_others(stack: Stack, client: AsyncOpenAI) -> None:
+    """While somebody is served none is made: what was begun ends, and is made again later."""
+    bodies = [{"model": SERVED, "input": [[n + 1] * 500 for _ in range(16)]} for n in range(40)]
+    made = [
+        {"custom_id": f"line-{n}", "method": "POST", "url": EMBEDDINGS, "body": body} for n, body in enumerate(bodies)
+    ]
+    batch = await start(client, made, EMBEDDINGS)
+    until(lambda: stack.metric("frontend", "baton_frontend_batch_running"))
+    gave_way = stack.metric("frontend", "baton_frontend_batch_gave_way_total")
+    said = await client.completions.create(
+        model=SERVED, prompt="x", max_tokens=200, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert said.usage is not None
+    assert said.usage.completion_tokens == 200
+    assert stack.metric("frontend", "baton_frontend_batch_gave_way_total") > gave_way
+    until(lambda: stack.metric("frontend", "baton_frontend_batch_running"))
+    await client.batches.cancel(batch.id)
+    assert (await ended(client, batch.id)).status == "cancelled"
     stack.settle()
 
 

@@ -187,7 +187,7 @@ class EngineProcess:
                 return []
             case m.Embed():
                 try:
-                    scheduler.embed(message.job, message.ids, message.deadline)
+                    scheduler.embed(message.job, message.ids, message.deadline, batch=message.batch)
                 except BatonError as error:
                     return [m.Failed(message.job, error.reason.name, error.message)]
                 return []

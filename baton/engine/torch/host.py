@@ -248,13 +248,13 @@ class TorchEngine(Engine):
         finally:
             self.link.tell(m.Unhold(call))
 
-    async def embed(self, ids: Sequence[int], deadline: float) -> bytes:
+    async def embed(self, ids: Sequence[int], deadline: float, *, batch: bool = False) -> bytes:
         self._in_vocabulary("input", ids)
         job = self.link.number()
         inbox = self.link.open(job)
         done = False
         try:
-            self.link.tell(m.Embed(job, list(ids), deadline))
+            self.link.tell(m.Embed(job, list(ids), deadline, batch))
             message = await inbox.get()
             done = True
             if isinstance(message, BatonError):

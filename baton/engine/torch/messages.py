@@ -94,6 +94,7 @@ class Embed(_Message):
     job: int
     ids: list[int]
     deadline: float
+    batch: bool = False
 
 
 class Check(_Message):

@@ -105,7 +105,7 @@ class Scheduler:
     @property
     def batch(self) -> tuple[int, int, int]:
         """Of the batch lane: sequences that generate, those that wait, and prompt tokens of these."""
-        waiting = [s for s in self._waiting if s.job.batch]
+        waiting = [s for s in (*self._waiting, *self._embedding) if s.job.batch]
         return sum(s.job.batch for s in self._running), len(waiting), sum(s.remaining for s in waiting)
 
     @property
@@ -127,15 +127,7 @@ class Scheduler:
         self.pool.hold(hits)
         needed = self._blocks(len(prompt)) - len(hits) + decode_room
         try:
-            # Who was preempted is older: it must not wait for ever because the young take every block that is freed.
-            owed = self._owed(batch=request.batch)
-            if not request.batch:
-                self._shed(needed + owed)
-            if owed and needed + owed > self.pool.available:
-                raise PoolFull(f"{needed} blocks wanted, and {owed} of {self.pool.available} are promised")
-            if request.batch and self._jobs and needed + self._kept > self.pool.available:
-                raise PoolFull(f"{needed} blocks wanted for the batch lane, which leaves {self._kept} to others")
-            fresh = self.pool.take(needed)
+            fresh = self._take(request, needed)
         except PoolFull as full:
             self.pool.drop(reversed(hits))
             raise BatonError(Reason.NO_CAPACITY, str(full)) from full
@@ -159,8 +151,20 @@ class Scheduler:
         alike = sum(job.batch == request.batch for job in self._jobs.values())
         if alike >= (self.limits.max_streams if request.batch else self.limits.max_jobs):
             raise BatonError(Reason.NO_CAPACITY, f"{alike} requests are here already")
-        if request.batch and not all(s.job.batch for s in self._waiting):
+        if request.batch and not all(s.job.batch for s in (*self._waiting, *self._embedding)):
             raise BatonError(Reason.NO_CAPACITY, "others wait: nothing of the batch lane is taken")
+
+    def _take(self, request: Request, needed: int) -> list[int]:
+        """So many blocks for a request that comes in. Raises PoolFull."""
+        # Who was preempted is older: it must not wait for ever because the young take every block that is freed.
+        owed = self._owed(batch=request.batch)
+        if not request.batch:
+            self._shed(needed + owed)
+        if owed and needed + owed > self.pool.available:
+            raise PoolFull(f"{needed} blocks wanted, and {owed} of {self.pool.available} are promised")
+        if request.batch and self._jobs and needed + self._kept > self.pool.available:
+            raise PoolFull(f"{needed} blocks wanted for the batch lane, which leaves {self._kept} to others")
+        return self.pool.take(needed)
 
     def _owed(self, *, batch: bool) -> int:
         """Blocks that waiting sequences lack; those of the batch lane have no claim before others."""
@@ -280,23 +284,25 @@ class Scheduler:
         decodable = self._decodable(outcome)
         work = [Work(s, 1, "last") for s in decodable if not s.job.batch]
         chunk = self.limits.chunk_tokens
-        prompts = self._prompts(chunk - chunk // EMBED_SHARE if self._embedding else chunk, batch=False)
-        work += prompts + self._embeddings(chunk - sum(w.count for w in prompts))
+        embeds = any(not s.job.batch for s in self._embedding)
+        prompts = self._prompts(chunk - chunk // EMBED_SHARE if embeds else chunk, batch=False)
+        work += prompts + self._embeddings(chunk - sum(w.count for w in prompts), batch=False)
         work += self._lane(work, [s for s in decodable if s.job.batch and s in self._running], chunk)
         self._in_step = {w.sequence.job for w in work}
         return work
 
     def _lane(self, others: list[Work], streams: list[Sequence], chunk: int) -> list[Work]:
         """What of the batch lane the step takes in beside `others`."""
-        if not streams and not any(s.job.batch for s in self._waiting):
+        if not streams and not any(s.job.batch for s in (*self._waiting, *self._embedding)):
             return []
         decoding = sum(w.count == 1 for w in others)
         step_s = self._cost.predict(sum(w.count for w in others) - decoding, decoding) or 1e-9 if others else 0.0
         room = self.limits.max_streams - decoding
         may = allowed(step_s, room, chunk, Costs(self._cost.stream_s, self._cost.prefill_tok_s))
         work = [Work(s, 1, "last") for s in streams[: may.streams]]
-        left = chunk - sum(w.count for w in others if w.count > 1)
-        return work + self._prompts(min(left, may.prompt_tokens), batch=True)
+        left = min(chunk - sum(w.count for w in others if w.count > 1), may.prompt_tokens)
+        prompts = self._prompts(left, batch=True)
+        return work + prompts + self._embeddings(left - sum(w.count for w in prompts), batch=True)
 
     def _prompts(self, budget: int, *, batch: bool) -> list[Work]:
         """Chunks of waiting prompts, oldest first."""
@@ -676,26 +682,20 @@ class Scheduler:
 
     # ---- embeddings
 
-    def embed(self, id: int, ids: list[int], deadline: float) -> None:
+    def embed(self, id: int, ids: list[int], deadline: float, *, batch: bool = False) -> None:
         """Take an input in; what it comes to is told in a later `Outcome.embedded`, or `failed`.
 
         Its blocks are its own: nothing is found in the cache, for every position's hidden state is wanted, and nothing
         is kept there. Raises BatonError: NO_CAPACITY, CONTEXT_LENGTH_EXCEEDED, INVALID_REQUEST.
         """
         validate_input(ids, self.limits)
-        if len(self._jobs) >= self.limits.max_jobs:
-            raise BatonError(Reason.NO_CAPACITY, f"{len(self._jobs)} requests are here already")
-        needed = self._blocks(len(ids))
+        request = Request(f"embed-{id}", 0, ids, SamplingParams(max_tokens=1, seed=0), b"", deadline, batch=batch)
+        self._admit(request)
         try:
-            owed = self._owed(batch=False)
-            self._shed(needed + owed)
-            if owed and needed + owed > self.pool.available:
-                raise PoolFull(f"{needed} blocks wanted, and {owed} of {self.pool.available} are promised")
-            slots = self.pool.take(needed)
+            slots = self._take(request, self._blocks(len(ids)))
         except PoolFull as full:
             raise BatonError(Reason.NO_CAPACITY, str(full)) from full
         self._order += 1
-        request = Request(f"embed-{id}", 0, ids, SamplingParams(max_tokens=1, seed=0), b"", deadline)
         job = Job(id, request, self._order, ids, phase=Phase.EMBED)
         job.primary = Sequence(job, 0, ids, slots, forks=True)
         job.sequences = [job.primary]
@@ -703,11 +703,11 @@ class Scheduler:
         self._embedding.append(job.primary)
         self.prompt_tokens += len(ids)
 
-    def _embeddings(self, budget: int) -> list[Work]:
+    def _embeddings(self, budget: int, *, batch: bool) -> list[Work]:
         """Chunks of inputs, oldest first."""
         work: list[Work] = []
         for sequence in self._embedding:
-            if budget > 0:
+            if budget > 0 and sequence.job.batch == batch:
                 count = min(budget, sequence.remaining)
                 budget -= count
                 work.append(Work(sequence, count, "none"))

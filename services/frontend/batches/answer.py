@@ -14,11 +14,14 @@ import structlog
 
 from baton.errors import BatonError, Reason
 from services.frontend.batches.metrics import BatchMetrics
+from services.frontend.embeddings.body import Inputs
 from services.frontend.errors import error_object, internal, invalid
+from services.frontend.lines import one_line
 from services.frontend.respond import LONG_TOKENS, Prepared
 
-ENDPOINTS = {"/v1/chat/completions": True, "/v1/completions": False}
-"""What lines may ask for, and whether that is a chat."""
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+"""What lines may ask for."""
 TRIES = 5
 """Of a line that fails by no fault of its own. One that is refused for want of room does not count."""
 READS = 2
@@ -29,6 +32,8 @@ _log = structlog.get_logger()
 
 Prepare = Callable[[bytes, str, bool, float], Awaitable[Prepared]]
 """(body, uid, chat, seconds that it may take) to what can be started in the lane."""
+Embed = Callable[[Inputs, str, float], Awaitable[bytes]]
+"""(inputs, uid, seconds that it may take) to the body of the answer, in the lane."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,12 @@ class Answer:
 class Answerer:
     """Answers lines."""
 
-    def __init__(self, prepare: Prepare, metrics: BatchMetrics) -> None:
+    def __init__(
+        self, prepare: Prepare, read_inputs: Callable[[bytes], Awaitable[Inputs]], embed: Embed, metrics: BatchMetrics
+    ) -> None:
         self._prepare = prepare
+        self._read_inputs = read_inputs
+        self._embed = embed
         self._metrics = metrics
         self._reads = asyncio.Semaphore(READS)
 
@@ -54,7 +63,11 @@ class Answerer:
         while True:
             request_id = f"req_{secrets.token_hex(12)}"
             try:
-                answered = await self._run(body, ENDPOINTS[endpoint], max(1.0, expires - time.time()))
+                timeout_s = max(1.0, expires - time.time())
+                if endpoint == EMBEDDINGS:
+                    answered = await self._run_embeddings(body, timeout_s)
+                else:
+                    answered = await self._run(body, endpoint == CHAT, timeout_s)
                 return Answer(True, line_of(custom_id, answered=(200, request_id, msgspec.Raw(answered))), "ok")
             except BatonError as error:
                 failure = error
@@ -70,6 +83,13 @@ class Answerer:
             self._metrics.retries.labels(failure.reason.name).inc()
             await asyncio.sleep(wait)
             wait *= 2
+
+    async def _run_embeddings(self, body: bytes, timeout_s: float) -> bytes:
+        async with self._reads:
+            inputs = await self._read_inputs(body)
+        answered = await self._embed(inputs, f"emb-{secrets.token_hex(12)}", timeout_s)
+        self._metrics.prompt_tokens.inc(inputs.tokens)
+        return answered
 
     async def _run(self, body: bytes, chat: bool, timeout_s: float) -> bytes:
         async with self._reads:
@@ -113,4 +133,4 @@ def line_of(
         "response": response,
         "error": None if error is None else {"code": error[0], "message": error[1]},
     }
-    return _encode(told) + b"\n"
+    return one_line(_encode(told)) + b"\n"

@@ -32,7 +32,8 @@ class Status(StrEnum):
 
 class Batch(msgspec.Struct):
     """One batch. `at` has the unix second of each status that it came to; `ends` is how it will end once its results
-    are files, `total`, `done` and `failed` are lines."""
+    are files, which then stay for `output_seconds` (None: until they are deleted); `total`, `done` and `failed` are
+    lines."""
 
     id: str
     endpoint: str
@@ -48,6 +49,7 @@ class Batch(msgspec.Struct):
     total: int = 0
     done: int = 0
     failed: int = 0
+    output_seconds: int | None = None
 
     @property
     def expires(self) -> int:

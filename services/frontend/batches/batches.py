@@ -23,6 +23,8 @@ from services.frontend.batches.results import Results
 from services.frontend.batches.run import Run
 
 MAX_ACTIVE = 100
+EXPIRE_EVERY_S = 30.0
+"""How often bytes of files whose time has passed are looked for: that they are no more is told at once."""
 MAX_KEPT = 10_000
 """Records: of those that are over the oldest go first. Their files stay."""
 
@@ -53,6 +55,7 @@ class Batches:
         self.metrics = metrics
         self._known: dict[str, Batch] = {}
         self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._expiring: asyncio.Task[None] | None = None
         self._lock = -1
         self._saving = threading.Lock()
         self._closed = False
@@ -69,11 +72,13 @@ class Batches:
             if not batch.status.over:
                 _log.info("batch goes on", batch=batch.id, status=batch.status.value)
                 self._start(batch, found[batch.id])
+        self._expiring = self._background.spawn(self._expire(), "files expire")
 
     async def stop(self) -> None:
         """Stop what runs, to be gone on with after a restart. Idempotent."""
         self._closed = True
         tasks = [task for _, task in self._runs.values()]
+        tasks += [self._expiring] if self._expiring is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,8 +107,15 @@ class Batches:
         # Sorting keeps the order in which those of the same second came.
         return sorted(self._known.values(), key=lambda batch: batch.created)[::-1]
 
-    async def create(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None) -> Batch:
-        """A batch over an uploaded file; it starts at once. Raises BatonError."""
+    async def create(
+        self,
+        input_file_id: str,
+        endpoint: str,
+        metadata: dict[str, str] | None,
+        output_seconds: int | None = None,
+    ) -> Batch:
+        """A batch over an uploaded file; it starts at once. Its results stay so many seconds (None: until they are
+        deleted). Raises BatonError."""
         file = self.files.get(input_file_id, "input_file_id")
         if file.purpose != UPLOAD:
             raise BatonError(
@@ -115,7 +127,8 @@ class Batches:
             raise BatonError(Reason.DRAINING, "This server is being stopped.")
         if len(self._runs) >= MAX_ACTIVE:
             raise BatonError(Reason.NO_CAPACITY, f"{MAX_ACTIVE} batches are under way here; try again later.")
-        batch = Batch(new_id("batch_"), endpoint, file.id, metadata, int(time.time()))
+        id, now = new_id("batch_"), int(time.time())
+        batch = Batch(id, endpoint, file.id, metadata, now, output_seconds=output_seconds)
         self._known[batch.id] = batch  # from here on its input cannot be deleted
         try:
             await to_end(self._save, batch)
@@ -142,6 +155,17 @@ class Batches:
         if id in self._runs:
             self._runs[id][0].cancel()
         return batch
+
+    async def expire(self) -> None:
+        """Remove the files whose time has passed."""
+        if removed := await self.files.expire():
+            self.metrics.expired.inc(removed)
+            self.count()
+
+    async def _expire(self) -> None:
+        while True:
+            await self.expire()
+            await asyncio.sleep(EXPIRE_EVERY_S)
 
     def _results(self, batch: Batch) -> Results:
         return Results(self._directory / "batches", batch.id, self._space)

@@ -1,6 +1,7 @@
 """The files that are kept: `<id>.data`, and beside it `<id>.json` with what is known of it, written last.
 
-A file is there when its record is; data without one is what an interrupted upload left, and goes at the next start.
+A file is there when its record is; data without one is what an interrupted upload left, and goes at the next start. One
+whose time has passed is no more for whoever asks; its bytes go when no batch needs them (`expire`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _log = structlog.get_logger()
 
 
 class File(msgspec.Struct, frozen=True):
-    """What is known of a file. `created` is unix seconds; `sha256` of its bytes in hex, `lines` those that end."""
+    """What is known of a file. `created` and `expires` are unix seconds (None: it stays); `sha256` of its bytes in hex,
+    `lines` those that end."""
 
     id: str
     bytes: int
@@ -39,6 +41,11 @@ class File(msgspec.Struct, frozen=True):
     purpose: str
     sha256: str
     lines: int
+    expires: int | None = None
+
+    def over(self, now: float) -> bool:
+        """Whether its time has passed."""
+        return self.expires is not None and now >= self.expires
 
     def shown(self) -> dict[str, Any]:
         """As OpenAI's file object."""
@@ -47,13 +54,17 @@ class File(msgspec.Struct, frozen=True):
             "object": "file",
             "bytes": self.bytes,
             "created_at": self.created,
-            "expires_at": None,
+            "expires_at": self.expires,
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
             "status_details": None,
             "baton": {"sha256": self.sha256, "lines": self.lines},
         }
+
+
+def _expires(now: int, after: int | None) -> int | None:
+    return None if after is None else now + after
 
 
 def new_id(kind: str) -> str:
@@ -114,14 +125,16 @@ class Files:
     def get(self, id: str, param: str = "id") -> File:
         """The file of that name. Raises BatonError(NOT_FOUND)."""
         file = self._known.get(id)
-        if file is None:
+        if file is None or file.over(time.time()):
             raise BatonError(Reason.NOT_FOUND, f"No such File object: {id[:80]}", param=param)
         return file
 
     def all(self) -> list[File]:
         """Every file, newest first."""
+        now = time.time()
+        there = (file for file in self._known.values() if not file.over(now))
         # Sorting keeps the order in which those of the same second came.
-        return sorted(self._known.values(), key=lambda file: file.created)[::-1]
+        return sorted(there, key=lambda file: file.created)[::-1]
 
     def upload(self) -> Upload:
         """A new file, to be written; `close` on every path. Raises BatonError NO_CAPACITY, STORAGE_FULL."""
@@ -141,12 +154,34 @@ class Files:
         file = self.get(id)
         if batch := self.in_use(id):
             raise BatonError(Reason.FILE_IN_USE, f"{id} is needed by {batch}: cancel that first.", param="id")
-        del self._known[id]
         try:
-            await to_end(self._remove, id)
+            await self._drop(file)
         except OSError as error:
-            self._known[id] = file
             raise storage_full(error) from error
+
+    async def expire(self) -> int:
+        """Remove the files whose time has passed, but for those that a batch needs; how many."""
+        now = time.time()
+        late = [file for file in self._known.values() if file.over(now) and not self.in_use(file.id)]
+        removed = 0
+        for file in late:
+            try:
+                await self._drop(file)
+            except OSError as error:  # it is tried again
+                _log.error("a file whose time has passed could not be removed", id=file.id, error=str(error))
+            else:
+                removed += 1
+        return removed
+
+    async def _drop(self, file: File) -> None:
+        """Raises OSError: it stays."""
+        if self._known.pop(file.id, None) is None:
+            return
+        try:
+            await to_end(self._remove, file.id)
+        except OSError:
+            self._known[file.id] = file
+            raise
         self._space.give_back(file.bytes)
 
     def _remove(self, id: str) -> None:
@@ -154,8 +189,9 @@ class Files:
         sync_names(self._directory)
         self.path(id).unlink(missing_ok=True)
 
-    def adopt(self, source: Path, id: str, filename: str) -> File:
-        """Make what a batch wrote a file (its bytes are counted already). Blocking, may be repeated; raises OSError."""
+    def adopt(self, source: Path, id: str, filename: str, expires_after: int | None = None) -> File:
+        """Make what a batch wrote a file (its bytes are counted already), for so many seconds if any. Blocking, may be
+        repeated; raises OSError."""
         if id in self._known:
             return self._known[id]
         with contextlib.suppress(FileExistsError):
@@ -166,7 +202,9 @@ class Files:
                 digest.update(piece)
                 lines += piece.count(b"\n")
                 size += len(piece)
-        return self._keep(File(id, size, int(time.time()), filename, RESULT, digest.hexdigest(), lines))
+        now = int(time.time())
+        sha256, expires = digest.hexdigest(), _expires(now, expires_after)
+        return self._keep(File(id, size, now, filename, RESULT, sha256, lines, expires))
 
     def _keep(self, file: File) -> File:
         write_whole(self._record(file.id), msgspec.json.encode(file))
@@ -206,9 +244,11 @@ class Upload:
         self._lines += data.count(b"\n")
         self._file.write(data)
 
-    async def keep(self, filename: str, purpose: str) -> File:
-        """It is complete. Raises BatonError."""
-        made = File(self.id, self._size, int(time.time()), filename, purpose, self._digest.hexdigest(), self._lines)
+    async def keep(self, filename: str, purpose: str, expires_after: int | None = None) -> File:
+        """It is complete, and stays for so many seconds (None: until it is deleted). Raises BatonError."""
+        now = int(time.time())
+        sha256, expires = self._digest.hexdigest(), _expires(now, expires_after)
+        made = File(self.id, self._size, now, filename, purpose, sha256, self._lines, expires)
         try:
             return await to_end(self._keep, made)
         except OSError as error:

@@ -24,4 +24,5 @@ class BatchMetrics:
         self.running = gauge("batch_running", "Outputs of lines that have a place on a worker.")
         self.waiting = gauge("batch_waiting", "Lines that wait for a place.")
         self.file_bytes = gauge("file_bytes", "Bytes of files, and of results of batches that run.")
+        self.expired = counter("files_expired", "Files that were removed because their expires_after had passed.")
         self.files = gauge("files", "Files that are kept.")

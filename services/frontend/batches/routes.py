@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError, Reason
 from services.frontend.batches.answer import ENDPOINTS
 from services.frontend.batches.batches import Batches
+from services.frontend.batches.expiry import read_form_expiry, read_output_expiry
 from services.frontend.batches.files import UPLOAD, File, check_id
 from services.frontend.batches.form import boundary_of, read_form
 from services.frontend.errors import invalid
@@ -83,10 +84,10 @@ def add_routes(app: FastAPI, frontend: Frontend, take_body: TakeBody) -> None:
         there = batches()
         entered, body = await take_body(request, frontend, "batches")
         try:
-            input_file_id, endpoint, metadata = read_create(body)
+            asked = read_create(body)
         finally:
             entered.leave()
-        return _json((await there.create(input_file_id, endpoint, metadata)).shown())
+        return _json((await there.create(*asked)).shown())
 
     async def every(request: Request) -> Response:
         return _page(request, batches().all(), 20, 100)
@@ -114,8 +115,11 @@ def _by_method(**handlers: Handler) -> Handler:
     return handle
 
 
-def read_create(body: bytes | bytearray) -> tuple[str, str, dict[str, str] | None]:
-    """(input_file_id, endpoint, metadata) of a request for a batch. Raises BatonError with the field at fault."""
+def read_create(body: bytes | bytearray) -> tuple[str, str, dict[str, str] | None, int | None]:
+    """(input_file_id, endpoint, metadata, seconds that its results stay) of a request for a batch.
+
+    Raises BatonError with the field at fault.
+    """
     if len(body) > MAX_BODY_BYTES:
         raise BatonError(Reason.REQUEST_TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes.")
     raw = parse_json(body)
@@ -130,7 +134,7 @@ def read_create(body: bytes | bytearray) -> tuple[str, str, dict[str, str] | Non
     metadata = raw.get("metadata")
     if metadata is not None:
         _check_metadata(metadata)
-    return file_id, endpoint, metadata
+    return file_id, endpoint, metadata, read_output_expiry(raw.get("output_expires_after"))
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -150,10 +154,9 @@ async def _upload(request: Request, batches: Batches, frontend: Frontend) -> Fil
         purpose = form.fields.get("purpose", "")
         if purpose != UPLOAD:
             raise invalid("'purpose' must be batch: files are kept for batches only.", "purpose")
-        if refused := next((name for name in form.fields if name.startswith("expires_after")), None):
-            raise invalid("'expires_after' is not supported: files stay until they are deleted.", refused)
+        seconds = read_form_expiry(form.fields)
         assert form.filename is not None
-        return await upload.keep(form.filename, purpose)
+        return await upload.keep(form.filename, purpose, seconds)
     finally:
         upload.close()
         batches.count()

@@ -194,8 +194,9 @@ class Run:
             self.batch.error_file_id = await self._adopt(ERRORS, f"{name}1")
 
     async def _adopt(self, kind: str, id: str) -> str:
-        known = id in self._files
-        await to_end(self._files.adopt, self._results.paths[kind], id, f"{self.batch.id}_{kind}.jsonl")
+        batch, known = self.batch, id in self._files
+        name = f"{batch.id}_{kind}.jsonl"
+        await to_end(self._files.adopt, self._results.paths[kind], id, name, batch.output_seconds)
         if known:
             self._results.forget(kind)  # it is counted as that file already
         return id

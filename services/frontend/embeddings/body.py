@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +37,19 @@ class EmbeddingsBody:
     """They came in a list of inputs."""
     add_special: bool
     told: Told
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is to be embedded, checked and tokenised; `told` is what `read_told` reads."""
+
+    ids: Sequence[Sequence[int]]
+    told: bytes
+
+    @property
+    def tokens(self) -> int:
+        """Of all inputs."""
+        return sum(map(len, self.ids))
 
 
 def parse_embeddings(raw: Mapping[str, Any], vocab_size: int, size: int) -> EmbeddingsBody:

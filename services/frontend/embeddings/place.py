@@ -1,7 +1,8 @@
 """Where inputs are embedded: in groups, each on the worker that the router names, on another one when that fails.
 
 Of a plan with two workers it is the prefill worker's work: embeddings are prompts without an output. An answer is a
-function of the input alone, so a group that was lost is simply made again.
+function of the input alone, so a group that was lost is simply made again. In the batch lane a group waits for its turn
+before each attempt, gives its place up when others want it, and is never failed for having waited.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -20,6 +21,7 @@ from baton.errors import BatonError, Reason
 from baton.rpc.errors import from_failure, from_rpc
 from baton.v1 import router_pb2, worker_pb2
 from services.frontend.request import Backend
+from services.frontend.turn import Turn
 
 GROUP_INPUTS = 64
 GROUP_TOKENS = 2048
@@ -65,15 +67,23 @@ def grouped(uid: str, inputs: Sequence[Sequence[int]]) -> list[Group]:
 
 
 async def embed(
-    backend: Backend, uid: str, inputs: Sequence[Sequence[int]], context: int, deadline: float
+    backend: Backend,
+    uid: str,
+    inputs: Sequence[Sequence[int]],
+    context: int,
+    deadline: float,
+    turns: Callable[[int], Turn] | None = None,
 ) -> list[bytes]:
     """The vector (f32, little-endian) of each input, in order. `context`: tokens that a worker takes; `deadline` in
-    Unix seconds. Raises the BatonError of the first group that cannot be made; the others are then stopped."""
+    Unix seconds; `turns`: in the batch lane. Raises the BatonError of the first group that cannot be made; the others
+    are then stopped."""
     few = asyncio.Semaphore(GROUPS_AT_ONCE)
 
     async def one(group: Group) -> list[bytes]:
         async with few:
-            return await _Placed(backend, group, context, deadline).run()
+            if turns is None:
+                return await _Placed(backend, group, context, deadline).run()
+            return await _InLane(backend, group, context, deadline, turns(1)).run()
 
     tasks = [asyncio.create_task(one(group), name=f"embed {group.uid}") for group in grouped(uid, inputs)]
     try:
@@ -106,9 +116,6 @@ class _Placed:
             try:
                 target = await self._route()
             except BatonError as error:
-                if error.reason is Reason.INVALID_REQUEST:
-                    message = f"Nobody who serves this model makes embeddings: {error.message}"
-                    raise BatonError(Reason.INVALID_REQUEST, message, param="model") from error
                 if not error.reason.retryable or time.time() >= self._deadline:
                     raise
                 if time.monotonic() > patience:
@@ -128,22 +135,27 @@ class _Placed:
                 self._exclude.add(target.id)
                 _log.info("embeddings move", uid=self._group.uid, lost=target.id, error=str(error))
 
-    async def _route(self) -> worker_pb2.Target:
+    async def _route(self, others: Collection[str] = ()) -> worker_pb2.Target:
         backend = self._backend
-        plan = await backend.router.route(
-            router_pb2.RouteRequest(
-                uid=self._group.uid,
-                attempt=self._attempts,
-                model=backend.card.model,
-                prompt_tokens=min(self._tokens, self._context - 1) or 1,
-                deadline=self._deadline,
-                exclude=sorted(self._exclude),
-                needs=[EMBEDDINGS],
-            )
+        request = router_pb2.RouteRequest(
+            uid=self._group.uid,
+            attempt=self._attempts,
+            model=backend.card.model,
+            prompt_tokens=min(self._tokens, self._context - 1) or 1,
+            deadline=self._deadline,
+            exclude=sorted({*self._exclude, *others}),
+            needs=[EMBEDDINGS],
         )
+        try:
+            plan = await backend.router.route(request)
+        except BatonError as error:
+            if error.reason is Reason.INVALID_REQUEST:
+                message = f"Nobody who serves this model makes embeddings: {error.message}"
+                raise BatonError(Reason.INVALID_REQUEST, message, param="model") from error
+            raise
         return plan.prefill if plan.mode == worker_pb2.MODE_DISAGGREGATED else plan.worker
 
-    async def _ask(self, target: worker_pb2.Target) -> list[bytes]:
+    async def _ask(self, target: worker_pb2.Target, *, batch: bool = False) -> list[bytes]:
         backend, group = self._backend, self._group
         self._attempts += 1
         backend.metrics.attempts.inc()
@@ -152,6 +164,7 @@ class _Placed:
             inputs=[worker_pb2.TokenIds(ids=ids) for ids in group.inputs],
             deadline=self._deadline,
             card=backend.card,
+            batch=batch,
         )
         left = self._deadline - time.time()
         if left <= 0:
@@ -169,3 +182,54 @@ class _Placed:
                 Reason.INTERNAL, f"{target.id} made {len(reply.vectors)} of {len(group.inputs)} embeddings"
             )
         return list(reply.vectors)
+
+
+class _InLane(_Placed):
+    """One group of the batch lane."""
+
+    def __init__(self, backend: Backend, group: Group, context: int, deadline: float, turn: Turn) -> None:
+        super().__init__(backend, group, context, deadline)
+        self._turn = turn
+        self._asking: asyncio.Task[list[bytes]] | None = None
+
+    async def run(self) -> list[bytes]:
+        """As of the others. Refusals for want of room are no failures: they come again."""
+        # It generates nothing, so it never only generates: whoever wants the worker finds it left.
+        self._turn.bind(self._give_way, lambda: False, [EMBEDDINGS])
+        failures = 0
+        try:
+            while True:
+                others = await self._turn.wait()
+                try:
+                    target = await self._route(others)
+                    if not self._turn.placed:
+                        continue
+                    made = await self._ask_until_wanted(target)
+                except BatonError as error:
+                    if not error.reason.retryable or time.time() >= self._deadline:
+                        raise
+                    failures += error.reason is not Reason.NO_CAPACITY
+                    if failures >= MAX_FAILURES:
+                        raise
+                    self._tokens = self._group.longest
+                    await self._turn.refused(error.reason)
+                else:
+                    if made is not None:
+                        return made
+        finally:
+            self._turn.leave()
+
+    async def _ask_until_wanted(self, target: worker_pb2.Target) -> list[bytes] | None:
+        """The vectors; None when the place was taken away."""
+        self._asking = asyncio.create_task(self._ask(target, batch=True), name=f"embed {self._group.uid} in the lane")
+        try:
+            await asyncio.wait({self._asking})
+            return None if self._asking.cancelled() else self._asking.result()
+        finally:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+            self._asking = None
+
+    def _give_way(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 
@@ -10,13 +9,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.frontend.asked import Api
 from services.frontend.embeddings import PATH
-from services.frontend.embeddings.answer import answer
-from services.frontend.embeddings.body import read_told
-from services.frontend.embeddings.place import embed
+from services.frontend.embeddings.make import make, read_inputs
 from services.frontend.frontend import Frontend
-from services.frontend.receiving import Receive, read_as
+from services.frontend.receiving import Receive
 from services.frontend.respond import CompletionResponse, Job
 
 
@@ -36,15 +32,12 @@ async def _create(request: Request, frontend: Frontend, receive: Receive) -> Res
     async def prepare() -> Response:
         deadline = time.time() + frontend.request_timeout_s
         try:
-            asked = await read_as(frontend, body, Api.EMBEDDINGS)
+            inputs = await read_inputs(frontend, body)
         finally:
             body.clear()
             entered.body_read()
-        inputs = [prompt.ids for prompt in asked.prompts]
-        tokens = sum(map(len, inputs))
-        vectors = await embed(frontend.backend, uid, inputs, frontend.context_length(), deadline)
-        frontend.metrics.prompt_tokens.inc(tokens)
-        made = await asyncio.to_thread(answer, vectors, read_told(asked.told), frontend.model.name, tokens)
+        made = await make(frontend, inputs, uid, deadline)
+        frontend.metrics.prompt_tokens.inc(inputs.tokens)
         return Response(made, media_type="application/json")
 
     job = Job(uid, "embeddings", prepare, entered.leave)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import orjson
 
 from baton.engine.port import Grammar, GrammarKind
 from services.frontend.errors import invalid
 from services.frontend.fields import Fields
 from services.frontend.responses.items import messages_of, read_input
+from services.frontend.responses.refer import Earlier, check_once, read_earlier, references
 from services.frontend.responses.tools import read_response_tools, told_tools
 from services.frontend.schema import ChatBody, Options, model_of, read_options
 from services.frontend.structure import ANY_OBJECT, NAME, Structure
@@ -62,14 +62,16 @@ class ResponseBody:
 
 @dataclass(frozen=True)
 class GoesOn:
-    """A body that cannot be read without the conversation of the response `previous`."""
+    """A body that cannot be read without the conversation of the response `previous` (empty: none), and the items that
+    `refers` names (ids, as a JSON list)."""
 
     options: Options
     previous: str
+    refers: bytes
 
 
 def read_response(raw: Mapping[str, Any], vocab_size: int, earlier: bytes | None) -> ResponseBody | GoesOn:
-    """Check a body. `earlier`: the items of the conversation it goes on with, as a JSON list.
+    """Check a body. `earlier`: an Earlier as JSON.
 
     Raises BatonError(INVALID_REQUEST) with the field at fault.
     """
@@ -79,11 +81,15 @@ def read_response(raw: Mapping[str, Any], vocab_size: int, earlier: bytes | None
     wanted, top = _logprobs(fields)
     options = _options(fields, top if wanted else None)
     previous = _string(raw, "previous_response_id")
-    if previous and earlier is None:
-        return GoesOn(options, previous)
+    given = raw.get("input")
+    refers = references(given)
+    if earlier is None and (previous or refers):
+        return GoesOn(options, previous, _encode(refers))
     instructions = _string(raw, "instructions")
-    items = [] if raw.get("input") is None and previous else read_input(raw.get("input"))
-    messages = messages_of(orjson.loads(earlier or b"[]"), items)
+    known = Earlier() if earlier is None else read_earlier(earlier)
+    items = [] if given is None and previous else read_input(given, known.items)
+    check_once(given, known.before, items)
+    messages = messages_of(known.before, items)
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
     parallel = fields.boolean("parallel_tool_calls", default=True)

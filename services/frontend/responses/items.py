@@ -7,20 +7,23 @@ from typing import Any
 
 from services.frontend.errors import invalid
 from services.frontend.messages import call_arguments
+from services.frontend.responses.refer import Item, is_reference
 
-Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Content parts that are text, and the member that has it."""
 
 
-def read_input(value: Any) -> list[Item]:
-    """`input` as items. Raises BatonError(INVALID_REQUEST) with the place at fault, `input[2].content[0]`."""
+def read_input(value: Any, known: Mapping[str, Item]) -> list[Item]:
+    """`input` as items, `known` being those that it refers to.
+
+    Raises BatonError(INVALID_REQUEST) with the place at fault, `input[2].content[0]`.
+    """
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "status": "completed", "content": [_input_text(value)]}]
     if not isinstance(value, list) or not value:
         raise invalid("'input' must be a string, or a list with at least one item.", "input")
-    return [_item(item, f"input[{i}]") for i, item in enumerate(value)]
+    return [known[item["id"]] if is_reference(item) else _item(item, f"input[{i}]") for i, item in enumerate(value)]
 
 
 def identified(items: Iterable[Item], uid: str) -> list[Item]:
@@ -88,8 +91,6 @@ def _item(value: Any, where: str) -> Item:
     if kind == "reasoning":
         return _kept(value, where, {"type": kind, "summary": _list(value, "summary", where), "content": _list(value, "content", where)})  # fmt: skip # noqa: E501
     named = str(kind)[:40]
-    if kind == "item_reference":
-        raise invalid(f"'{where}': items cannot be referred to; send the item itself.", where)
     raise invalid(f"'{where}.type' is '{named}', which is not supported by this server.", f"{where}.type")
 
 

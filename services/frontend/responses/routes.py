@@ -26,8 +26,9 @@ from services.frontend.responses.body import read_told
 from services.frontend.responses.follow import FollowResponse
 from services.frontend.responses.format import PREFIX, Final, ResponseFormat
 from services.frontend.responses.items import identified
+from services.frontend.responses.refer import earlier_of, read_references, stored
 from services.frontend.responses.run import Run
-from services.frontend.responses.store import Kept, ResponseStore, listed
+from services.frontend.responses.store import Kept, ResponseStore
 
 PATH = "/v1/responses"
 PAGE, MAX_PAGE = 20, 100
@@ -114,12 +115,14 @@ class Responses:
         return _json(await asyncio.to_thread(_page, kept.input, limit, order == "desc", query.get("after")))
 
     async def _read(self, body: bytearray) -> tuple[Asked, list[Ask], tuple[bytes, ...]]:
-        """A checked body, with the conversation that it goes on with."""
+        """A checked body, with the conversation that it goes on with and the items that it refers to."""
         asked, asks = await self._frontend.read(body, Api.RESPONSES)
         earlier: tuple[bytes, ...] = ()
-        if asked.previous:
-            earlier = self._conversation(asked.previous)
-            asked, asks = await self._frontend.read(body, Api.RESPONSES, listed(earlier))
+        if not asked.prompts:
+            earlier = self._conversation(asked.previous) if asked.previous else ()
+            room = self._frontend.max_body_bytes - sum(map(len, earlier))
+            items = await asyncio.to_thread(stored, self.store, read_references(asked.told), room)
+            asked, asks = await self._frontend.read(body, Api.RESPONSES, earlier_of(earlier, items))
         return asked, asks, earlier
 
     def _conversation(self, id: str) -> tuple[bytes, ...]:

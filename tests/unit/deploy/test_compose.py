@@ -12,6 +12,7 @@ import yaml
 from tests.unit.deploy.services import ROOT, SERVICES, WORKERS, accepts, leaves_within_s, unknown_environment
 
 COMPOSE = ROOT / "deploy/compose/compose.yaml"
+DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
 DOCUMENT: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
 PROMETHEUS: dict[str, Any] = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
 FOUND: dict[str, dict[str, Any]] = DOCUMENT["services"]
@@ -96,9 +97,21 @@ def test_health_check_matches_the_protocol(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*WORKERS, "frontend"])
 def test_the_model_is_mounted_where_the_environment_says(name: str) -> None:
-    (volume,) = FOUND[name]["volumes"]
-    assert volume.endswith(":/models:ro")
+    assert [volume.endswith(":/models:ro") for volume in FOUND[name]["volumes"]].count(True) == 1
     assert environment(name)["BATON_MODEL"].startswith("/models/")
+
+
+def test_what_a_service_keeps_is_on_a_volume_of_its_own() -> None:
+    """It outlives the container, two do not meet in it, and the image made it for the user that writes there."""
+    made = re.findall(r"^RUN install --directory --owner=10001 .* (\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    kept = {"frontend": "BATON_BATCH_DIR", "kvstore": "BATON_NVME_DIR"}
+    named = {name: [v.split(":") for v in FOUND[name].get("volumes", []) if v[0].isalnum()] for name in SERVICES}
+    for name, variable in kept.items():
+        ((volume, path),) = named[name]
+        assert environment(name)[variable] == path
+        assert path in made
+        assert sum(v.split(":")[0] == volume for s in FOUND.values() for v in s.get("volumes", [])) == 1
+    assert {name for name, volumes in named.items() if volumes} == set(kept)
 
 
 def test_only_this_machine_can_reach_the_ports() -> None:

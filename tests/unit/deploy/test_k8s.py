@@ -46,6 +46,9 @@ def of(kind: str) -> dict[str, Object]:
 
 
 WORKLOADS = of("Deployment") | of("StatefulSet") | of("DaemonSet")
+RUNS = {f"baton-{service}": service for service in SERVICES} | {"baton-batches": "frontend"}
+"""Workloads of ours, and the service that each one runs."""
+GIB = 1 << 30
 
 
 def container(workload: Object) -> Object:
@@ -92,7 +95,7 @@ def test_names_are_unique() -> None:
 
 
 def test_a_workload_and_a_service_for_each_service() -> None:
-    expected = {f"baton-{name}" for name in (*SERVICES, "etcd")}
+    expected = {*RUNS, "baton-etcd"}
     assert set(WORKLOADS) == expected
     assert set(of("Service")) == expected
 
@@ -128,18 +131,18 @@ def test_probes_ask_ports_that_are_there(name: str) -> None:
             assert probe["grpc"]["port"] in ports.values(), "a grpc probe takes a number"
         else:
             assert probe[how]["port"] in ports
-    service = name.removeprefix("baton-")
+    service = RUNS.get(name)
     if service == "frontend":
         assert container(WORKLOADS[name])["readinessProbe"]["httpGet"]["path"] == "/ready"
         assert container(WORKLOADS[name])["livenessProbe"]["httpGet"]["path"] == "/health"
-    elif service in SERVICES:
+    elif service:
         assert "grpc" in container(WORKLOADS[name])["readinessProbe"]
         assert "grpc" not in container(WORKLOADS[name])["livenessProbe"], "draining must not look dead"
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_environment_is_what_the_service_reads(service: str) -> None:
-    workload = WORKLOADS[f"baton-{service}"]
+@pytest.mark.parametrize("name", RUNS)
+def test_environment_is_what_the_service_reads(name: str) -> None:
+    workload, service = WORKLOADS[name], RUNS[name]
     values = environment(workload)
     assert unknown_environment(service, values) == set()
     assert accepts(service, values)
@@ -158,10 +161,9 @@ def test_environment_is_what_the_service_reads(service: str) -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_scrape_annotations_name_the_metrics_port(name: str) -> None:
-    service = name.removeprefix("baton-")
-    if service in SERVICES:
+    if name in RUNS:
         annotations = WORKLOADS[name]["spec"]["template"]["metadata"]["annotations"]
-        port = "BATON_PORT" if service == "frontend" else "BATON_METRICS_PORT"
+        port = "BATON_PORT" if RUNS[name] == "frontend" else "BATON_METRICS_PORT"
         assert annotations["prometheus.io/port"] == environment(WORKLOADS[name])[port]
 
 
@@ -184,9 +186,9 @@ def test_pods_are_confined(name: str) -> None:
     assert {"cpu", "memory"} <= set(only["resources"]["requests"])
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_pods_may_take_longer_to_stop_than_a_service_drains(service: str) -> None:
-    workload = WORKLOADS[f"baton-{service}"]
+@pytest.mark.parametrize("name", RUNS)
+def test_pods_may_take_longer_to_stop_than_a_service_drains(name: str) -> None:
+    workload, service = WORKLOADS[name], RUNS[name]
     assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > leaves_within_s(
         service, environment(workload)
     )
@@ -206,9 +208,9 @@ def test_every_mount_has_its_volume(name: str) -> None:
 
 
 def test_the_model_is_where_the_environment_says() -> None:
-    for service in (*WORKERS, "frontend"):
-        mounts = {m["mountPath"]: m for m in container(WORKLOADS[f"baton-{service}"])["volumeMounts"]}
-        assert environment(WORKLOADS[f"baton-{service}"])["BATON_MODEL"].startswith("/models/")
+    for name in (name for name, service in RUNS.items() if service in {*WORKERS, "frontend"}):
+        mounts = {m["mountPath"]: m for m in container(WORKLOADS[name])["volumeMounts"]}
+        assert environment(WORKLOADS[name])["BATON_MODEL"].startswith("/models/")
         assert mounts["/models"]["readOnly"] is True
 
 
@@ -222,7 +224,7 @@ def test_memory_holds_the_pool() -> None:
 
 def test_budgets_select_one_workload_each_and_let_one_go() -> None:
     budgets = of("PodDisruptionBudget")
-    assert set(budgets) == set(WORKLOADS) - {"baton-etcd", "baton-kvstore"}
+    assert set(budgets) == set(WORKLOADS) - {"baton-etcd", "baton-kvstore", "baton-batches"}
     for name, budget in budgets.items():
         assert budget["spec"]["selector"]["matchLabels"].items() <= labels(WORKLOADS[name]).items()
         assert budget["spec"]["maxUnavailable"] == 1
@@ -230,6 +232,35 @@ def test_budgets_select_one_workload_each_and_let_one_go() -> None:
 
 def test_images_are_the_targets_of_the_dockerfile() -> None:
     targets = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
-    for service in SERVICES:
-        assert container(WORKLOADS[f"baton-{service}"])["image"] == f"baton-{service}"
+    for name, service in RUNS.items():
+        assert container(WORKLOADS[name])["image"] == f"baton-{service}"
         assert service in targets
+
+
+def test_one_frontend_alone_owns_files_and_batches() -> None:
+    """Replicas do not know each other's files, and two cannot have one directory; what is kept outlives the pod."""
+    owners = [name for name in RUNS if "BATON_BATCH_DIR" in environment(WORKLOADS[name])]
+    assert owners == ["baton-batches"]
+    workload = WORKLOADS["baton-batches"]
+    assert workload["kind"] == "StatefulSet", "the next pod starts when this one has gone: a Deployment starts it first"
+    assert workload["spec"]["replicas"] == 1
+    (claim,) = workload["spec"]["volumeClaimTemplates"]
+    (mount,) = [m for m in container(workload)["volumeMounts"] if m["name"] == claim["metadata"]["name"]]
+    values = environment(workload)
+    assert mount["mountPath"] == values["BATON_BATCH_DIR"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    size = claim["spec"]["resources"]["requests"]["storage"]
+    assert int(size.removesuffix("Gi")) * GIB > int(values["BATON_BATCH_DIR_BYTES"]), "full by our count first"
+
+
+def test_the_ingress_sends_every_path_to_who_serves_it() -> None:
+    ingress: Object = yaml.safe_load((ROOT / "deploy/k8s/ingress.yaml").read_text())
+    assert (ingress["apiVersion"], ingress["kind"]) == ("networking.k8s.io/v1", "Ingress")
+    (rule,) = ingress["spec"]["rules"]
+    to = {}
+    for path in rule["http"]["paths"]:
+        assert path["pathType"] == "Prefix"
+        service = path["backend"]["service"]
+        assert service["port"]["name"] in [p["name"] for p in of("Service")[service["name"]]["spec"]["ports"]]
+        to[path["path"]] = service["name"]
+    assert to == {"/": "baton-frontend", "/v1/files": "baton-batches", "/v1/batches": "baton-batches"}

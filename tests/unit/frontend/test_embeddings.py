@@ -6,6 +6,7 @@ import asyncio
 import base64
 import math
 import struct
+import time
 from typing import Any
 
 import httpx
@@ -13,13 +14,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from baton.rpc.errors import failure
 from baton.v1 import registry_pb2, worker_pb2
+from services.frontend.batches import lane as lane_module
+from services.frontend.batches.idle import Seen
+from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.embeddings.answer import unit
-from services.frontend.embeddings.place import GROUP_INPUTS, GROUP_TOKENS, grouped
+from services.frontend.embeddings.place import GROUP_INPUTS, GROUP_TOKENS, MAX_FAILURES, embed, grouped
 from tests.unit.frontend.peers import ScriptedWorker, Stack, running, until
 from tests.unit.frontend.test_failures import says
 
@@ -142,6 +147,50 @@ async def test_a_client_that_leaves_ends_the_call(model: Model) -> None:
         await asyncio.gather(asking, return_exceptions=True)
         await ended.wait()
         await until(lambda: stack.frontend.gate.held == (0, 0))
+
+
+async def test_in_the_lane_it_gives_way_and_a_refusal_is_no_failure(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "BACKOFF_S", (0.001, 0.002))
+    worker, other = embedder(model), embedder(model, "b")
+    stopped = asyncio.Event()
+
+    async def slow(_: worker_pb2.EmbedRequest) -> worker_pb2.EmbedReply:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+        raise AssertionError
+
+    async def refuse_often(request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedReply:
+        if len(worker.embeds) < MAX_FAILURES + 3:
+            return worker_pb2.EmbedReply(failure=failure(BatonError(Reason.NO_CAPACITY, "others wait")))
+        return await embeds(request)
+
+    worker.embed = slow
+    idle = {"a": Seen("a", "cpu/a", 4, 0, 1e9)}
+    busy = {"a": Seen("a", "cpu/a", 4, 1, 0.0)}
+    seen = idle | {"b": Seen("b", "cpu/b", 4, 4, 0.0)}  # which has no place
+    lane = lane_module.Lane(lambda _: list(seen.values()), lambda: False, BatchMetrics(CollectorRegistry()))
+    running_lane = asyncio.create_task(lane.run())
+    async with running(model, other, worker) as stack:
+        making = asyncio.create_task(embed(stack.frontend.backend, "u", [[7, 8]], 100, time.time() + 60, lane.turn))
+        await until(lambda: len(worker.embeds) == 1)
+        seen.update(busy)
+        await stopped.wait()
+        await until(lambda: not lane.used())
+        worker.embed = refuse_often
+        await asyncio.sleep(3 * lane_module.TICK_S)
+        assert len(worker.embeds) == 1, "it waits for its turn"
+        seen.update(idle)
+        assert await making == [vector([7, 8])]
+        assert other.embeds == []
+        assert all(one.batch for one in worker.embeds)
+        assert lane.used() == {}
+        assert not stack.router.outcomes, "nobody failed"
+    running_lane.cancel()
+    await asyncio.gather(running_lane, return_exceptions=True)
 
 
 @given(st.lists(st.integers(1, 3000), max_size=200))

@@ -14,6 +14,7 @@ import pytest
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from baton.v1 import worker_pb2
+from services.frontend.responses.refer import stored
 from tests.response_stream import ResponseStream, read_response_stream
 from tests.unit.frontend.peers import Attempt, ScriptedWorker, Stack, running, until
 from tests.unit.frontend.talks import PARAMETERS, RESPONSE_TOOLS, SAID, dies, fails, http_to, openai_client, stalls
@@ -259,6 +260,64 @@ async def test_conversations_go_on(stack: Stack) -> None:
     )  # fmt: skip
 
 
+def refers(*ids: str) -> list[Any]:
+    return [{"type": "item_reference", "id": id} for id in ids]
+
+
+async def test_items_of_kept_responses_are_referred_to(stack: Stack) -> None:
+    client = openai_client(stack)
+    first = await create(stack, input=[{"role": "user", "content": "one"}, {"role": "user", "content": "not this"}])
+    other = await create(stack, input="other")
+    asked = [item.id async for item in client.responses.input_items.list(first.id, order="asc")]
+    (answer,) = first.output
+    items = [*refers(asked[0], answer.id), {"id": other.output[0].id}, {"role": "user", "content": "two"}]
+    second = await create(stack, input=items)
+    prompt = prompt_of(stack)
+    assert prompt.index("one") < prompt.index(TEXT) < prompt.rindex(TEXT) < prompt.index("two")
+    assert "not this" not in prompt
+    assert "other" not in prompt
+    # They are the items of the new response too, whatever becomes of those that they came with.
+    await client.responses.delete(first.id)
+    kept = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+    assert [item.id for item in kept][:3] == [asked[0], answer.id, other.output[0].id]
+    assert kept[1].content[0].text == TEXT  # type: ignore[union-attr]
+    await create(stack, input="three", previous_response_id=second.id)
+    assert "one" in prompt_of(stack)
+    calls = [{"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}]
+    called = await create(stack, input=[{"role": "user", "content": "x"}, *calls], tools=RESPONSE_TOOLS)
+    asked = [item.id async for item in client.responses.input_items.list(called.id, order="asc")]
+    done = {"type": "function_call_output", "call_id": "c1", "output": "found it"}
+    await create(stack, input=[*refers(*asked), done], tools=RESPONSE_TOOLS)
+    assert "found it" in prompt_of(stack)
+    await create(stack, input=refers(other.output[0].id), previous_response_id=called.id)
+    assert TEXT in prompt_of(stack)
+
+
+async def test_items_that_are_not_there_are_told(stack: Stack) -> None:
+    first, forgotten = await create(stack), await create(stack, store=False)
+    gone = await create(stack)
+    await openai_client(stack).responses.delete(gone.id)
+    known = first.output[0].id
+    nobodys = [gone.output[0].id, forgotten.output[0].id, "msg_1", known + "0", "resp_" + known, "x" * 5000, "msg_\n"]
+    for id in nobodys:
+        for asked in ({}, {"previous_response_id": first.id}):
+            status, body = await refused(stack, input=refers(id), **asked)
+            assert (status, body["error"]["code"], body["error"]["param"]) == (404, "not_found", "input")
+    for asked in ({"input": refers(known, known)}, {"input": refers(known), "previous_response_id": first.id}):
+        status, body = await refused(stack, **asked)
+        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_value", "input[0]")
+        assert "already" in body["error"]["message"]
+
+
+async def test_items_referred_to_are_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await create(stack, input=[{"role": "user", "content": "word " * 100} for _ in range(2)])
+    items = [item.id async for item in openai_client(stack).responses.input_items.list(first.id)]
+    monkeypatch.setattr("services.frontend.responses.routes.stored", lambda *asked: stored(*asked[:2], 900))
+    await create(stack, input=refers(items[0]))
+    status, body = await refused(stack, input=refers(*items))
+    assert (status, body["error"]["code"], body["error"]["param"]) == (413, "request_too_large", "input")
+
+
 async def test_input_items_page_by_page(stack: Stack) -> None:
     client = openai_client(stack)
     response = await create(stack, input=[{"role": "user", "content": f"m{n}"} for n in range(7)])
@@ -429,7 +488,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+    ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id"),
     ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),

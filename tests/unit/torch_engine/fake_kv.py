@@ -89,10 +89,10 @@ class FakeKv:
         self._next_id += 1
         return self.scheduler.reserve(self._next_id, request, *names(request), decode_room)
 
-    def embed(self, ids: Sequence[int]) -> Job:
+    def embed(self, ids: Sequence[int], *, batch: bool = False) -> Job:
         """As a host would send it."""
         self._next_id += 1
-        self.scheduler.embed(self._next_id, list(ids), time.time() + 1e6)
+        self.scheduler.embed(self._next_id, list(ids), time.time() + 1e6, batch=batch)
         job = self.scheduler.job(self._next_id)
         assert job is not None
         return job

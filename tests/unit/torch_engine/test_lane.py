@@ -138,6 +138,23 @@ def test_the_lane_is_refused_while_others_wait(kv: FakeKv) -> None:
     kv.reserve(lined("b", 3))
 
 
+def test_embeddings_of_the_lane_give_way_as_its_prompts_do(kv: FakeKv) -> None:
+    mine = kv.embed([1] * 40, batch=True)
+    assert kv.scheduler.batch == (0, 1, 40)
+    assert planned(kv) == [(f"embed-{mine.id}", LEAST_CHUNK)]
+    theirs = kv.embed([2] * 4)
+    with pytest.raises(BatonError, match="others wait"):
+        kv.embed([3], batch=True)
+    start(kv, asked("a", 6, max_tokens=2))
+    assert planned(kv) == [("a", 6), (f"embed-{theirs.id}", 4)]
+    assert planned(kv) == [("a", 1)]
+    assert planned(kv) == [(f"embed-{mine.id}", LEAST_CHUNK)]
+    with pytest.raises(BatonError, match="leaves 6 to others"):
+        kv.embed([3] * 36, batch=True)
+    assert planned(kv) == [(f"embed-{mine.id}", 40 - 2 * LEAST_CHUNK)]
+    assert kv.scheduler.check_integrity() == []
+
+
 def test_the_lane_takes_no_place_of_others(kv: FakeKv) -> None:
     """Neither in the batch nor in the line; of each there are as many as without it."""
     for uid in "bcd":

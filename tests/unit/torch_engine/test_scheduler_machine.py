@@ -193,12 +193,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.no_capacity(error)
             self.kv.scheduler.release(job)
 
-    @rule(text=st.sampled_from(["first", "second", "said"]), length=st.integers(1, 24))
-    def embed(self, text: str, length: int) -> None:
+    @rule(text=st.sampled_from(["first", "second", "said"]), length=st.integers(1, 24), batch=st.booleans())
+    def embed(self, text: str, length: int, batch: bool) -> None:
         ids = (self.said if text == "said" else TEXTS[text])[:length]
         held = self.kv.scheduler.pinned
         try:
-            job = self.kv.embed(ids)
+            job = self.kv.embed(ids, batch=batch)
         except BatonError as error:
             self.no_capacity(error)
             assert self.kv.scheduler.pinned <= held  # the batch lane may have given way, and not enough

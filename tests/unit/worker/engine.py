@@ -92,6 +92,8 @@ class ScriptedEngine(Engine):
         """Keys that `hold` finds."""
         self.held: list[list[bytes]] = []
         self.embedding: list[int] = []
+        self.lined: list[int] = []
+        """Of the batch lane, whether they have ended or not."""
         """Lengths of the inputs that are here."""
         self.stopped_at = 0.0
         """`EngineStats.step_started`."""
@@ -170,8 +172,9 @@ class ScriptedEngine(Engine):
         finally:
             self.held.pop()
 
-    async def embed(self, ids: Sequence[int], deadline: float) -> bytes:
+    async def embed(self, ids: Sequence[int], deadline: float, *, batch: bool = False) -> bytes:
         self.embedding.append(len(ids))
+        self.lined += [len(ids)] if batch else []
         try:
             await self.step()
             if self.fail_reserve is not None:

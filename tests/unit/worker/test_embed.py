@@ -83,6 +83,24 @@ async def test_inputs_share_a_part_of_the_pool_and_a_cancelled_call_gives_it_bac
         assert worker.serving.embeddings.findings() == []
 
 
+async def test_nobody_waits_behind_the_batch_lane() -> None:
+    async with pair() as both:
+        worker = both.prefill
+        worker.engine.gate.clear()
+        lined = request(*([1] * 40 for _ in range(10)))
+        lined.batch = True
+        calls = [worker.serving.embeddings.embed(lined) for _ in range(embed.MAX_WAITING)]
+        making = [asyncio.create_task(call) for call in (*calls, worker.serving.embeddings.embed(request([1] * 7)))]
+        async with asyncio.timeout(HANG_S):
+            while len(worker.engine.embedding) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert sorted(worker.engine.embedding) == [7, 40, 40]
+        assert worker.engine.lined == [40, 40]
+        worker.engine.gate.set()
+        await asyncio.gather(*making)
+        assert worker.serving.embeddings.findings() == []
+
+
 async def test_so_many_calls_wait_and_no_more() -> None:
     async with pair() as both:
         worker = both.prefill

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, Reason
 from services.frontend.batches.disk import Space, write_whole
+from services.frontend.batches.expiry import read_form_expiry, read_output_expiry
 from services.frontend.batches.files import Files, Upload, check_id
 from services.frontend.batches.form import Form, boundary_of, read_form
 from services.frontend.batches.lines import MAX_LINE_BYTES, check_lines
@@ -77,6 +79,78 @@ async def test_bytes_and_uploads_are_bounded_and_given_back(tmp_path: Path) -> N
     for upload in uploads:
         upload.close()
     await put(files, b"x")
+
+
+async def test_a_file_is_no_more_when_its_time_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1_000_000.0
+    monkeypatch.setattr("services.frontend.batches.files.time.time", lambda: clock)
+    files = files_of(tmp_path)
+    upload = files.upload()
+    await upload.write(b"short")
+    short = (await upload.keep("name", "batch", 3600)).id
+    upload.close()
+    stays = await put(files, b"stays")
+    (tmp_path / "made").write_bytes(b"made\n")
+    files._space.take(5)
+    made = files.adopt(tmp_path / "made", "file-" + "0" * 24, "made", 7200)
+    assert [files.get(id).shown()["expires_at"] for id in (short, stays, made.id)] == [1_003_600, None, 1_007_200]
+    clock += 3599
+    assert await files.expire() == 0
+    files = files_of(tmp_path)
+    assert len(files.all()) == 3, "the record tells it after a restart too"
+    clock += 1
+    for refused in (files.get, lambda id: asyncio.run(files.delete(id))):
+        with pytest.raises(BatonError) as gone:
+            await asyncio.to_thread(refused, short)
+        assert gone.value.reason is Reason.NOT_FOUND
+    assert {file.id for file in files.all()} == {stays, made.id}
+    files.in_use = lambda id: "batch_1" if id == short else None
+    assert await files.expire() == 0
+    assert files.path(short).read_bytes() == b"short", "who reads it may do so to the end"
+    files.in_use = lambda _: None
+    assert await files.expire() == 1
+    assert not files.path(short).exists()
+    assert files._space.used == 10
+    clock += 3600
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "_remove", lambda _: os.unlink("/nowhere"))
+        assert await files.expire() == 0
+    assert await files.expire() == 1, "what failed is tried again"
+    assert [file.id for file in files_of(tmp_path).all()] == [stays]
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ("x", "output_expires_after"),
+        ({}, "output_expires_after.anchor"),
+        ({"anchor": "used_at", "seconds": 3600}, "output_expires_after.anchor"),
+        *[
+            ({"anchor": "created_at", "seconds": seconds}, "output_expires_after.seconds")
+            for seconds in (None, 3599, 2_592_001, 3600.0, True, "3600", 10**30)
+        ],
+    ],
+)
+def test_how_long_a_file_stays_is_checked(value: Any, param: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        read_output_expiry(value)
+    assert (caught.value.reason, caught.value.param) == (Reason.INVALID_REQUEST, param)
+    if isinstance(value, dict) and not isinstance(value.get("seconds"), str):
+        form = {f"expires_after[{name}]": str(one) for name, one in value.items()}
+        if form:
+            with pytest.raises(BatonError) as caught:
+                read_form_expiry(form)
+            assert caught.value.param == param.replace("output_", "").replace(".", "[") + "]"
+
+
+def test_how_long_a_file_may_stay() -> None:
+    for seconds in (3600, 2_592_000):
+        assert read_output_expiry({"anchor": "created_at", "seconds": seconds}) == seconds
+        form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
+        assert read_form_expiry(form) == seconds
+    assert read_output_expiry(None) is read_form_expiry({"purpose": "batch"}) is None
+    with pytest.raises(BatonError, match="A form says it as"):
+        read_form_expiry({"expires_after": "{}"})
 
 
 async def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

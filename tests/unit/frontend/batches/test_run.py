@@ -245,6 +245,37 @@ async def test_a_file_stays_while_a_batch_needs_it(tmp_path: Path) -> None:
         await batches.files.delete(batch.input_file_id)
 
 
+async def test_an_input_may_run_out_of_time_before_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch reads it to its end, also after a restart; then it goes, and later the results."""
+    clock = time.time()
+    monkeypatch.setattr("services.frontend.batches.files.time.time", lambda: clock)
+    async with World(tmp_path, Scripted(5)) as batches:
+        upload = batches.files.upload()
+        await upload.write(b"".join(map(line, range(LINES))))
+        file = await upload.keep("in", "batch", 3600)
+        upload.close()
+        batch = await batches.create(file.id, "/v1/completions", None, 7200)
+        clock += 3600
+        await batches.expire()
+        with pytest.raises(BatonError, match="No such File"):
+            batches.files.get(file.id)
+        with pytest.raises(BatonError, match="No such File"):
+            await batches.create(file.id, "/v1/completions", None)
+    world = World(tmp_path)
+    async with world as batches:
+        batch = await over(batches, batch.id)
+        assert (batch.status, batch.done + batch.failed) == (Status.COMPLETED, LINES)
+        await batches.expire()
+        assert not batches.files.path(file.id).exists()
+        complete(batches, batch)
+        assert all(one.expires == one.created + 7200 for one in batches.files.all())
+        clock += 7200
+        await batches.expire()
+        assert batches._space.used == len(batches.files) == 0
+        assert batches.get(batch.id).shown()["output_file_id"]
+        assert world.batches.metrics.expired._value.get() == 3
+
+
 async def test_two_cannot_have_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.frontend.batches.disk.LOCK_S", 0.05)
     async with World(tmp_path):
