@@ -28,6 +28,8 @@ from services.router.workers import Workers
 
 EXPECT_S = 2.0
 """How much longer than predicted blocks may take to be announced before they are not counted on any more."""
+NONE: frozenset[str] = frozenset()
+"""What most requests exclude and need: making one of an empty field takes longer than looking whether it is empty."""
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
@@ -178,12 +180,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
             hits=hits,
             stored=() if request.merged_only else stored,
-            exclude=frozenset(request.exclude),
+            exclude=frozenset(request.exclude) if request.exclude else NONE,
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
             now=now,
-            needs=frozenset(request.needs),
+            needs=frozenset(request.needs) if request.needs else NONE,
         )
 
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
@@ -279,7 +281,7 @@ class _RefusedError(BatonError):
 def _keys(request: router_pb2.RouteRequest) -> bytes:
     """The keys of a request, side by side. Raises BatonError(INVALID_REQUEST) when one is not of `KEY_BYTES`."""
     keys = request.packed_keys
-    if request.keys:  # from a client that knows no other field
+    if not keys and request.keys:  # from a client that knows no other field
         keys = b"".join(request.keys)
         if len(keys) != KEY_BYTES * len(request.keys):
             raise BatonError(Reason.INVALID_REQUEST, f"a block's key is not of {KEY_BYTES} bytes", param="keys")
