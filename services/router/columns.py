@@ -37,8 +37,7 @@ class Columns:
         self._rows = rows
         self.since = since
         self._parameters = parameters
-        table = np.zeros((COLUMNS + 1, rows), np.float32)  # the one more is what a queue is at least: nothing
-        self._cells = _cells(table)
+        self._table = table = np.zeros((COLUMNS + 1, rows), np.float32)  # one more: a queue is at least nothing
         self._of_token, self._least = table[:3], table[7:]
         self._free, self._per_output, self._most, self._beside = table[3:7]
         self._token_s, self._pass_s = table[1], table[7]
@@ -46,18 +45,16 @@ class Columns:
         self.cost = np.zeros(rows, np.float32)
         """Seconds, by row: what `price` found last."""
         self._uncached = np.zeros((3, rows), np.float32)  # thrice the same: what is of one shape is sooner multiplied
-        self._uncached_cells = _cells(self._uncached)
+        self._cells = cast("MutableSequence[float]", self._uncached.reshape(-1).data)  # one is written sooner so
         terms = np.zeros((4, rows), np.float32)
         self._grown, self._bounded = terms[:3], terms[1:]
         self._stall, self._compute, self._of_output, self._queue = terms
 
     def put(self, row: int, state: WorkerState) -> None:
         """Write the numbers of `state`."""
-        cells, rows = self._cells, self._rows
-        self._neighbours = self._neighbours or state.beside_queue_s > 0.0
-        for number in _numbers(state, self._parameters, self.since):
-            cells[row] = number
-            row += rows
+        if state.beside_queue_s > 0.0:
+            self._neighbours = True
+        self._table[:COLUMNS, row] = _numbers(state, self._parameters, self.since)
 
     def price(
         self,
@@ -72,7 +69,7 @@ class Columns:
         they lack: (rows, rest, token_s)."""
         cost, compute, of_output, rows = self.cost, self._compute, self._of_output, self._rows
         self._uncached.fill(prompt_tokens)
-        cells = self._uncached_cells
+        cells = self._cells
         for row, tokens in cached:
             cells[row] = cells[row + rows] = cells[row + 2 * rows] = prompt_tokens - tokens
         loading = [(of, self._load(of, rest, token_s)) for of, rest, token_s in loads]
@@ -99,11 +96,6 @@ class Columns:
         loading += token_s * np.maximum(0.0, uncached - rest)
         self._uncached[:, rows] = np.where(loading < computing, np.minimum(rest, uncached), uncached)
         return np.minimum(loading, computing)
-
-
-def _cells(array: Floats) -> MutableSequence[float]:
-    """The same memory: one number is written sooner through this than through an array."""
-    return cast("MutableSequence[float]", array.reshape(-1).data)
 
 
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:

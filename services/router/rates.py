@@ -119,7 +119,8 @@ class PrefillShare:
     def of(self, worker: str, now: float) -> float:
         """The share now."""
         value, then = self._sums.get(worker, (0.0, now))
-        return min(1.0, value * math.exp(-(now - then) / self._window_s))
+        share = value * math.exp((then - now) / self._window_s)
+        return share if share < 1.0 else 1.0
 
     def forget(self, worker: str) -> None:
         """Drop what is known of `worker`."""
