@@ -99,8 +99,7 @@ class Columns:
 
 
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:
-    """A row, in the order of the columns: `stall`, `token_s`, `later`, `free`, `per_output`, `most`, `beside`, `pass_s`,
-    `share`.
+    """A row, in the order of the columns: stall, token_s, later, free, per_output, most, beside, pass_s, share.
 
     `free` is when its queue is done; `per_output` is what one output token waits for the batch and the queue, and on a
     decode worker for later prompts; `share` what it waits for those on a merged one, as far as measured, and `later`

@@ -189,7 +189,7 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
 
 def shared_seconds(worker: WorkerState, compute_s: float) -> float:
     """How much longer a prompt takes beside others on the same device: each gets its share, so it takes twice as long
-    while they have prompts, too."""
+    while they have prompts, too. Nothing without a queue beside it."""
     beside = worker.beside_queue_s
     return beside if beside < compute_s else compute_s
 
@@ -209,9 +209,7 @@ class Terms:
     @property
     def total(self) -> float:
         """The cost."""
-        return (
-            self.queue + self.prefill + self.load + self.transfer + self.stall + self.batch + self.interference
-        )
+        return self.queue + self.prefill + self.load + self.transfer + self.stall + self.batch + self.interference
 
     @property
     def ttft(self) -> float:
@@ -239,11 +237,14 @@ def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load |
     streams = worker.streams + worker.beside_streams
     batch = ask.output_tokens * worker.stream_s * streams
     compute = prefill_seconds(worker, uncached)
+    queue = queue_seconds(worker, ask)
+    if worker.beside_queue_s:
+        queue += shared_seconds(worker, compute)
     share, assumed = worker.prefill_share, parameters.assumed_arrivals_s * freeze_s
     if assumed > share:
         share = assumed
     return Terms(
-        queue_seconds(worker, ask) + shared_seconds(worker, compute),
+        queue,
         compute,
         load.seconds if load else 0.0,
         0.0,
@@ -273,7 +274,9 @@ def pair_cost(
     load_s = load.seconds if load else 0.0
     uncached = ask.prompt_tokens - there
     compute = prefill_seconds(prefill, uncached, pair_pass_s(prefill, decode))
-    ahead = queue_seconds(prefill, ask) + shared_seconds(prefill, compute)
+    ahead = queue_seconds(prefill, ask)
+    if prefill.beside_queue_s:
+        ahead += shared_seconds(prefill, compute)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
     batch = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
     rest = queue_seconds(decode, ask) - ahead - load_s - compute

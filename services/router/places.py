@@ -226,7 +226,12 @@ def _changes(masks: list[int]) -> list[tuple[int, int]]:
 def positions(mask: int) -> list[int]:
     """Positions of the set bits of `mask`, lowest first."""
     if mask.bit_count() <= FEW:
-        return [bit.bit_length() - 1 for bit in _split(mask)]
+        few = []
+        while mask:
+            highest = mask.bit_length() - 1
+            few.append(highest)
+            mask ^= 1 << highest
+        return few[::-1]
     packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
 

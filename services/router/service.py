@@ -85,8 +85,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._prefetch(request, keys, choice.winner)
         reply = router_pb2.RouteReply()
         self._put_plan(reply.plan, choice, request)
-        self._metrics.routed(choice.winner.mode, choice.reasons[0])
-        self._metrics.route_seconds.observe(time.perf_counter() - began)
+        self._metrics.routes.add(choice.winner.mode, choice.reasons[0], time.perf_counter() - began)
         return reply
 
     async def Explain(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.ExplainReply:

@@ -46,10 +46,6 @@ class _Group:
         self.room = 0
         self.cost: Floats = np.zeros(0, np.float32)
 
-    def is_of(self, state: WorkerState) -> bool:
-        """Whether `state` belongs here."""
-        return _kind(state) == self.kind
-
     def load(self, ask: Ask, load_time: LoadTime) -> tuple[slice, float, float] | None:
         """Where the longest run ends that a store has for this layout, and what a token of it takes to load, on the
         word of one worker: which store is best for whom is seen among the few. As `Columns.price` takes it."""
@@ -104,6 +100,7 @@ class Fleet:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
         self._groups: dict[Kind, _Group] = {}
+        self._sizes: set[int] = set()
         self._places: dict[str, tuple[_Group, int]] = {}  # where in its group a worker is
         self._device_of: dict[str, str] = {}
         self._on_device: dict[str, dict[str, WorkerState]] = {}  # as put, not told of each other
@@ -138,7 +135,7 @@ class Fleet:
 
     def _write(self, state: WorkerState) -> None:
         place = self._places.get(state.id)
-        if place is not None and not place[0].is_of(state):
+        if place is not None and _kind(state) != place[0].kind:
             self._leave(state.id)
             place = None
         group, row = place or self._add(state)
@@ -166,11 +163,12 @@ class Fleet:
             self._places[last.id] = group, row
             self._columns.put(group.start + row, last)
         if not group.states:
-            self._groups = {key: kept for key, kept in self._groups.items() if kept is not group}
+            del self._groups[group.kind]
+            self._sizes = {kept.block_size for kept in self._groups.values()}
 
     def block_sizes(self) -> set[int]:
-        """Tokens of a block, of every layout here."""
-        return {size for _, _, size, _ in self._groups}
+        """Tokens of a block, of every layout here (do not change it)."""
+        return self._sizes
 
     def block_size(self, id: str) -> int:
         """Tokens of a block of that worker; 0 when it is not of this model."""
@@ -237,6 +235,7 @@ class Fleet:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(*key)
+            self._sizes.add(group.block_size)
         group.states.append(state)
         group.capacity.append(0.0)
         place = self._places[state.id] = group, len(group.states) - 1
