@@ -124,19 +124,17 @@ def candidates(
     reason they carry. `exhaustive` pairs all, up to `MOST_PAIRS`; beyond that each worker is in one candidate at least.
     """
     prefills: list[WorkerState] = []
-    streams: list[tuple[WorkerState, str]] = []
     barred_prefills: list[tuple[WorkerState, str]] = []
+    decodes: list[tuple[WorkerState, str]] = []
+    found: list[Candidate] = []
     for worker in workers:
         why = _barred(worker, ask)
-        if worker.role is not PREFILL:
-            streams.append((worker, why))
-        elif why:
-            barred_prefills.append((worker, why))
-        else:
-            prefills.append(worker)
-    found: list[Candidate] = []
-    decodes: list[tuple[WorkerState, str]] = []
-    for worker, why in streams:
+        if worker.role is PREFILL:
+            if why:
+                barred_prefills.append((worker, why))
+            else:
+                prefills.append(worker)
+            continue
         mode = WHOLE
         if worker.role is not MERGED:
             mode = LOCAL

@@ -84,8 +84,9 @@ class Rates:
         pair = self._moved.get((prefill, decode))
         if pair is not None:
             return pair.bytes / pair.seconds
-        registered = self._registered_transfer
-        return min(registered.get(prefill, DEFAULT_TRANSFER_BYTES_S), registered.get(decode, DEFAULT_TRANSFER_BYTES_S))
+        gives = self._registered_transfer.get(prefill, DEFAULT_TRANSFER_BYTES_S)
+        takes = self._registered_transfer.get(decode, DEFAULT_TRANSFER_BYTES_S)
+        return gives if gives < takes else takes
 
     def transport(self, prefill: str, decode: str) -> str:
         """The transport by which the last hand-over of the pair went; empty before the first."""

@@ -293,8 +293,8 @@ def _keys(request: router_pb2.RouteRequest) -> bytes:
 
 def _physical(keys: bytes, block_size: int) -> bytes:
     """The keys of a worker's blocks among the logical ones: blocks of k x 32 tokens go by every k-th."""
-    factor = max(1, block_size // BLOCK_SIZE)
-    return keys if factor == 1 else b"".join(split_keys(keys)[factor - 1 :: factor])
+    factor = block_size // BLOCK_SIZE
+    return keys if factor <= 1 else b"".join(split_keys(keys)[factor - 1 :: factor])
 
 
 def _check(request: router_pb2.RouteRequest) -> None:
