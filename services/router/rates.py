@@ -119,7 +119,10 @@ class PrefillShare:
 
     def of(self, worker: str, now: float) -> float:
         """The share now."""
-        value, then = self._sums.get(worker, (0.0, now))
+        known = self._sums.get(worker)
+        if known is None:
+            return 0.0
+        value, then = known
         share = value * math.exp((then - now) / self._window_s)
         return share if share < 1.0 else 1.0
 

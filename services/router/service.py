@@ -22,7 +22,7 @@ from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
 from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
-from services.router.stored import StoredRun
+from services.router.stored import Load, StoredRun
 from services.router.stores import Stores
 from services.router.workers import Workers
 
@@ -82,7 +82,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
         self._reserve(request, keys, choice.winner)
-        self._prefetch(request, keys, choice.winner)
+        if choice.winner.load is not None:
+            self._prefetch(request, keys, choice.winner, choice.winner.load)
         reply = router_pb2.RouteReply()
         self._put_plan(reply.plan, choice, request)
         self._metrics.routes.add(choice.winner.mode, choice.reasons[0], time.perf_counter() - began)
@@ -217,11 +218,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     hits[worker] = blocks * size
         return hits, stored
 
-    def _prefetch(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate) -> None:
+    def _prefetch(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate, load: Load) -> None:
         """Let the store begin with what it has to bring up first."""
-        load = winner.load
-        store = self._stores.usable(load.store) if load is not None else None
-        if load is None or store is None or load.tier in QUICK_TIERS:
+        store = self._stores.usable(load.store)
+        if store is None or load.tier in QUICK_TIERS:
             return
         size = (winner.prefill or winner.worker).block_size
         wanted = split_keys(_physical(keys, size))[winner.cached_tokens // size : load.tokens // size]
@@ -250,12 +250,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
-        tokens = request.prompt_tokens - (winner.load.tokens if winner.load else winner.cached_tokens)
-        parts = {worker.id: Held(streams=1, blocks=worker.blocks_for(request.prompt_tokens))}
-        if prefill is not None:
-            parts[prefill.id] = Held(prefill_tokens=tokens, blocks=prefill.blocks_for(request.prompt_tokens))
+        prompt = request.prompt_tokens
+        tokens = prompt - (winner.load.tokens if winner.load else winner.cached_tokens)
+        if prefill is None:
+            parts = {worker.id: Held(tokens, 1, worker.blocks_for(prompt))}
         else:
-            parts[worker.id].prefill_tokens = tokens
+            parts = {
+                worker.id: Held(0.0, 1, worker.blocks_for(prompt)),
+                prefill.id: Held(tokens, 0, prefill.blocks_for(prompt)),
+            }
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
         until = now + winner.terms.queue + winner.terms.load + winner.terms.prefill + EXPECT_S
