@@ -3,13 +3,13 @@
 A row is written when its worker changes, never for a request. All roles go through one formula, because an array
 operation over 1,000 numbers takes hardly longer than one over 300; what a role has not is a column of zeros:
 
-    cost = max(0, free - now) + compute + min(beside, compute) + stall * freeze
-         + output * (per_output + min(most, max(share, later * freeze)))
-    compute = max(freeze, pass_s)
-    freeze = token_s * uncached
+    cost = max(0, free - now) + compute + min(beside, compute) + stall * uncached
+         + output * (per_output + min(most, max(share, later * uncached)))
+    compute = max(token_s * uncached, pass_s)
 
 So `own_cost`, `prefill_side` and `decode_side` are written twice; a test holds the two together. What is worked out
-lies in arrays that are used again for the next request: fresh memory would cost more than the arithmetic.
+lies in arrays that are used again for the next request: fresh memory would cost more than the arithmetic. So would more
+calls: products and lower bounds of several columns, which lie side by side, are one call each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.router.costs import Parameters, Role, WorkerState
+from services.router.costs import DECODE, PREFILL, Parameters, WorkerState
 
 Floats = NDArray[np.float32]
 """Half as wide as the costs themselves: what it leaves out is below any tie, and a half is sooner gone through."""
@@ -37,26 +37,24 @@ class Columns:
         self._rows = rows
         self.since = since
         self._parameters = parameters
-        table = np.zeros((COLUMNS, rows), np.float32)
-        self._cells = _cells(table.reshape(-1))
-        self._free, self._token_s, self._pass_s, self._per_output = table[:4]
-        self._later, self._share, self._most, self._stall, self._beside = table[4:]
+        self._table = table = np.zeros((COLUMNS + 1, rows), np.float32)  # one more: a queue is at least nothing
+        self._of_token, self._least = table[:3], table[7:]
+        self._free, self._per_output, self._most, self._beside = table[3:7]
+        self._token_s, self._pass_s = table[1], table[7]
         self._neighbours = False
         self.cost = np.zeros(rows, np.float32)
         """Seconds, by row: what `price` found last."""
-        self._uncached = np.zeros(rows, np.float32)
-        self._uncached_cells = _cells(self._uncached)
-        self._freeze = np.zeros(rows, np.float32)
-        self._of_output = np.zeros(rows, np.float32)
-        self._zeros = np.zeros(rows, np.float32)  # a number among the operands costs more than a column of it
+        self._uncached = np.zeros((3, rows), np.float32)  # thrice the same: what is of one shape is sooner multiplied
+        self._cells = cast("MutableSequence[float]", self._uncached.reshape(-1).data)  # one is written sooner so
+        terms = np.zeros((4, rows), np.float32)
+        self._grown, self._bounded = terms[:3], terms[1:]
+        self._stall, self._compute, self._of_output, self._queue = terms
 
     def put(self, row: int, state: WorkerState) -> None:
         """Write the numbers of `state`."""
-        cells, rows = self._cells, self._rows
-        self._neighbours = self._neighbours or state.beside_queue_s > 0.0
-        for number in _numbers(state, self._parameters, self.since):
-            cells[row] = number
-            row += rows
+        if state.beside_queue_s > 0.0:
+            self._neighbours = True
+        self._table[:COLUMNS, row] = _numbers(state, self._parameters, self.since)
 
     def price(
         self,
@@ -69,61 +67,58 @@ class Columns:
         """Work out `cost` of every row at `now`. `cached` are those that hold some of the prompt: (row, tokens). Of
         each of `loads`, the rows may load the prompt up to its last `rest` tokens at `token_s` seconds for each that
         they lack: (rows, rest, token_s)."""
-        cost, freeze, of_output, uncached = self.cost, self._freeze, self._of_output, self._uncached
-        uncached.fill(prompt_tokens)
-        cells = self._uncached_cells
+        cost, compute, of_output, rows = self.cost, self._compute, self._of_output, self._rows
+        self._uncached.fill(prompt_tokens)
+        cells = self._cells
         for row, tokens in cached:
-            cells[row] = prompt_tokens - tokens
-        np.multiply(self._token_s, uncached, freeze)
-        np.maximum(freeze, self._pass_s, out=cost)
-        for rows, rest, token_s in loads:
-            self._load(rows, rest, token_s)
+            cells[row] = cells[row + rows] = cells[row + 2 * rows] = prompt_tokens - tokens
+        loading = [(of, self._load(of, rest, token_s)) for of, rest, token_s in loads]
+        np.multiply(self._of_token, self._uncached, self._grown)
+        np.subtract(self._free, now - self.since, self._queue)
+        np.maximum(self._bounded, self._least, out=self._bounded)
+        for of, seconds in loading:
+            compute[of] = seconds
         if self._neighbours:
-            np.add(cost, np.minimum(cost, self._beside), cost)
-        np.subtract(self._free, now - self.since, of_output)
-        np.maximum(of_output, self._zeros, out=of_output)
-        np.add(cost, of_output, cost)
-        np.multiply(freeze, self._later, of_output)
-        np.maximum(of_output, self._share, out=of_output)
+            np.add(compute, np.minimum(compute, self._beside), compute)
         np.minimum(of_output, self._most, out=of_output)
         np.add(of_output, self._per_output, of_output)
         np.multiply(of_output, output_tokens, of_output)
+        np.add(compute, self._queue, cost)
         np.add(cost, of_output, cost)
-        np.multiply(freeze, self._stall, freeze)
-        np.add(cost, freeze, cost)
+        np.add(cost, self._stall, cost)
 
-    def _load(self, rows: slice, rest: float, token_s: float) -> None:
-        """Where loading is sooner than computing, count that."""
-        cost, freeze, uncached = self.cost[rows], self._freeze[rows], self._uncached[rows]
-        computing = self._token_s[rows] * rest
-        loading = np.maximum(computing, self._pass_s[rows]) + token_s * np.maximum(0.0, uncached - rest)
-        freeze[:] = np.where(loading < cost, np.minimum(computing, freeze), freeze)
-        np.minimum(cost, loading, out=cost)
-
-
-def _cells(array: Floats) -> MutableSequence[float]:
-    """The same memory: one number is written sooner through this than through an array."""
-    return cast("MutableSequence[float]", array.data)
+    def _load(self, rows: slice, rest: float, token_s: float) -> Floats:
+        """The seconds of loading or of computing, whichever are fewer. Where it is loading, the `rest` is all that is
+        left uncached."""
+        uncached = self._uncached[0, rows]
+        computing = np.maximum(self._token_s[rows] * uncached, self._pass_s[rows])
+        loading = np.maximum(self._token_s[rows] * rest, self._pass_s[rows])
+        loading += token_s * np.maximum(0.0, uncached - rest)
+        self._uncached[:, rows] = np.where(loading < computing, np.minimum(rest, uncached), uncached)
+        return np.minimum(loading, computing)
 
 
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:
-    """A row, in the order of the columns. `free` is when its queue is done; `per_output` is what one output token waits
-    for the batch and the queue, and on a decode worker for later prompts; `share` what it waits for those on a merged
-    one, as far as measured, and `later` what it is assumed to, for each second of freezing."""
+    """A row, in the order of the columns: stall, token_s, later, free, per_output, most, beside, pass_s, share.
+
+    `free` is when its queue is done; `per_output` is what one output token waits for the batch and the queue, and on a
+    decode worker for later prompts; `share` what it waits for those on a merged one, as far as measured, and `later`
+    what it is assumed to, for each token to compute."""
     free = state.as_of - since + state.queued_tokens / state.prefill_tok_s
-    beside = state.beside_queue_s
-    if state.role is Role.PREFILL:
-        stall = state.beside_streams * parameters.stall_weight
-        return free, 1.0 / state.prefill_tok_s, state.step_s, 0.0, 0.0, 0.0, 0.0, stall, beside
+    if state.role is PREFILL:
+        token_s = 1.0 / state.prefill_tok_s
+        stall = state.beside_streams * parameters.stall_weight * token_s
+        return stall, token_s, 0.0, free, 0.0, 0.0, state.beside_queue_s, state.step_s, 0.0
     streams = state.streams + state.beside_streams
     per_output = batch = state.stream_s * streams
     excess = state.streams + 1 - state.max_streams
     if excess > 0:
         per_output += excess * (state.step_s + state.stream_s * (state.max_streams - 1)) / state.max_streams
     most = state.step_s + batch
-    share = most * min(1.0, state.prefill_share)
-    if state.role is Role.DECODE:
-        return free, 0.0, 0.0, per_output + share, 0.0, 0.0, 0.0, 0.0, 0.0
-    later = parameters.assumed_arrivals_s * most
-    stall = (streams + parameters.assumed_streams) * parameters.stall_weight
-    return free, 1.0 / state.prefill_tok_s, state.step_s, per_output, later, share, most, stall, beside
+    share = most * state.prefill_share if state.prefill_share < 1.0 else most
+    if state.role is DECODE:
+        return 0.0, 0.0, 0.0, free, per_output + share, 0.0, 0.0, 0.0, 0.0
+    token_s = 1.0 / state.prefill_tok_s
+    later = parameters.assumed_arrivals_s * most * token_s
+    stall = (streams + parameters.assumed_streams) * parameters.stall_weight * token_s
+    return stall, token_s, later, free, per_output, most, state.beside_queue_s, state.step_s, share

@@ -21,6 +21,10 @@ class Role(StrEnum):
     MERGED = "merged"
 
 
+PREFILL, DECODE, MERGED = Role
+"""Names of their own: on the way of every request, and looked up through the class they take five times as long."""
+
+
 @dataclass(frozen=True)
 class Parameters:
     """The policy's constants; README.md says where each comes from."""
@@ -123,7 +127,10 @@ class Ask:
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
         hit = self.hits.get(worker.id, 0)
-        return min(hit, self.reusable(worker)) if hit else 0
+        if not hit:
+            return 0
+        most = (self.prompt_tokens - 1) // worker.block_size * worker.block_size
+        return hit if hit < most else most
 
     def reusable(self, worker: WorkerState) -> int:
         """Tokens of the prompt that need not be computed when their KV is there: whole blocks, never the last token."""
@@ -174,7 +181,7 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     if tokens_ahead < 0.0:
         tokens_ahead = 0.0
     excess = worker.streams + 1 - worker.max_streams
-    if worker.role is Role.PREFILL or excess <= 0:
+    if worker.role is PREFILL or excess <= 0:
         return tokens_ahead
     step_s = worker.step_s + worker.stream_s * (worker.max_streams - 1)
     return tokens_ahead + excess * ask.output_tokens * step_s / worker.max_streams
@@ -182,7 +189,7 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
 
 def shared_seconds(worker: WorkerState, compute_s: float) -> float:
     """How much longer a prompt takes beside others on the same device: each gets its share, so it takes twice as long
-    while they have prompts, too."""
+    while they have prompts, too. Nothing without a queue beside it."""
     beside = worker.beside_queue_s
     return beside if beside < compute_s else compute_s
 
@@ -202,7 +209,7 @@ class Terms:
     @property
     def total(self) -> float:
         """The cost."""
-        return self.ttft + self.stall + self.batch + self.interference
+        return self.queue + self.prefill + self.load + self.transfer + self.stall + self.batch + self.interference
 
     @property
     def ttft(self) -> float:
@@ -230,22 +237,27 @@ def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load |
     streams = worker.streams + worker.beside_streams
     batch = ask.output_tokens * worker.stream_s * streams
     compute = prefill_seconds(worker, uncached)
+    queue = queue_seconds(worker, ask)
+    if worker.beside_queue_s:
+        queue += shared_seconds(worker, compute)
+    share, assumed = worker.prefill_share, parameters.assumed_arrivals_s * freeze_s
+    if assumed > share:
+        share = assumed
     return Terms(
-        queue_seconds(worker, ask) + shared_seconds(worker, compute),
+        queue,
         compute,
         load.seconds if load else 0.0,
         0.0,
         freeze_s * (streams + parameters.assumed_streams) * parameters.stall_weight,
         batch,
-        (ask.output_tokens * worker.step_s + batch)
-        * min(1.0, max(worker.prefill_share, parameters.assumed_arrivals_s * freeze_s)),
+        (ask.output_tokens * worker.step_s + batch) * (share if share < 1.0 else 1.0),
     )
 
 
 def pair_pass_s(prefill: WorkerState, decode: WorkerState) -> float:
     """Seconds of a forward pass on the prefill of a pair: it runs no decode steps, so what it knows of one is as old as
     its start. Both run the same model."""
-    return min(prefill.step_s, decode.step_s)
+    return prefill.step_s if prefill.step_s < decode.step_s else decode.step_s
 
 
 def pair_cost(
@@ -262,17 +274,21 @@ def pair_cost(
     load_s = load.seconds if load else 0.0
     uncached = ask.prompt_tokens - there
     compute = prefill_seconds(prefill, uncached, pair_pass_s(prefill, decode))
-    ahead = queue_seconds(prefill, ask) + shared_seconds(prefill, compute)
+    ahead = queue_seconds(prefill, ask)
+    if prefill.beside_queue_s:
+        ahead += shared_seconds(prefill, compute)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
     batch = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
+    rest = queue_seconds(decode, ask) - ahead - load_s - compute
+    share = decode.prefill_share
     return Terms(
-        ahead + max(0.0, queue_seconds(decode, ask) - ahead - load_s - compute),
+        ahead + rest if rest > 0.0 else ahead,
         compute,
         load_s,
         parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
         uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight,
         batch,
-        (ask.output_tokens * decode.step_s + batch) * min(1.0, decode.prefill_share),
+        (ask.output_tokens * decode.step_s + batch) * (share if share < 1.0 else 1.0),
     )
 
 

@@ -27,9 +27,9 @@ class _Source:
     tiers: dict[str, int] = field(default_factory=dict)  # bit by tier, best first; empty for a worker
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
-    """The prefix of a request, as far as sources hold it.
+    """The prefix of a request, as far as sources hold it; never changed once handed out.
 
     `workers`: keys from the first on without a hole, by worker. `stores`: the same by store, parted by tier: a block
     that lies on several counts at the best, and the numbers of a store sum to its run.

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.router.route_counts import RouteCounts
 
 
 class RouterMetrics:
     """`baton_router_*`. Gauges are read when scraped: the service gives each its function."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.routes = Counter(
-            "baton_router_routes_total", "Plans by mode and first reason", ["mode", "reason"], registry=registry
-        )
-        self._routes_of: dict[tuple[str, str], Counter] = {}
+        self.routes = RouteCounts(registry)
         self.refusals = Counter(
             "baton_router_refusals_total", "Requests without a plan, by reason", ["reason"], registry=registry
-        )
-        self.route_seconds = Histogram(
-            "baton_router_route_seconds",
-            "Time to decide",
-            registry=registry,
-            buckets=(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2),
         )
         self.outcomes = Counter(
             "baton_router_outcomes_total", "Reported outcomes, by reason (ok when none)", ["reason"], registry=registry
@@ -42,10 +35,3 @@ class RouterMetrics:
             "baton_router_reservations_expired", "Reservations that no worker confirmed in time", registry=registry
         )
         self.workers = Gauge("baton_router_workers", "Workers by state", ["state"], registry=registry)
-
-    def routed(self, mode: str, reason: str) -> None:
-        """Count a plan. The counter of its labels is kept: finding it takes longer than counting."""
-        counter = self._routes_of.get((mode, reason))
-        if counter is None:
-            counter = self._routes_of[mode, reason] = self.routes.labels(mode, reason)
-        counter.inc()

@@ -177,17 +177,15 @@ class Places:
 
     def _together(self, packed: bytes, depth: int, row: int) -> int:
         """How many keys of `packed`, from `depth` on, lie in `row` and those behind it; the first does."""
-        lies, shift = self._packed.startswith, row * KEY_BYTES - depth * KEY_BYTES
-        known, end = (depth + 1) * KEY_BYTES, min(len(packed), len(self._packed) - shift)
-        if known >= end or not lies(packed[known : known + KEY_BYTES], known + shift):
+        second = (depth + 1) * KEY_BYTES
+        key = packed[second : second + KEY_BYTES]
+        if not key or not self._packed.startswith(key, (row + 1) * KEY_BYTES):
             return 1
-        while known < end:  # the keys up to `known` do, those from `end` on do not
-            middle = (known + end + KEY_BYTES) // 2 // KEY_BYTES * KEY_BYTES
-            if lies(packed[known:middle], known + shift):
-                known = middle
-            else:
-                end = middle - KEY_BYTES
-        return known // KEY_BYTES - depth
+        count = min(len(packed) // KEY_BYTES - depth, len(self._masks) - row)
+        asked = np.frombuffer(packed, np.uint64, 2 * count, depth * KEY_BYTES)
+        differ = np.frombuffer(self._packed, np.uint64, 2 * count, row * KEY_BYTES) != asked
+        first = int(differ.argmax())  # of two halves of a key; 0 when none differs, because the first key does not
+        return first // 2 or count
 
     def _take(self, bit: int, rows: list[int]) -> None:
         masks, equal = self._masks, {bit: 0}
@@ -228,7 +226,12 @@ def _changes(masks: list[int]) -> list[tuple[int, int]]:
 def positions(mask: int) -> list[int]:
     """Positions of the set bits of `mask`, lowest first."""
     if mask.bit_count() <= FEW:
-        return [bit.bit_length() - 1 for bit in _split(mask)]
+        few = []
+        while mask:
+            highest = mask.bit_length() - 1
+            few.append(highest)
+            mask ^= 1 << highest
+        return few[::-1]
     packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
 

@@ -16,9 +16,10 @@ from functools import partial
 from baton.errors import Reason
 from baton.route import RouteReason
 from services.router.costs import (
+    MERGED,
+    PREFILL,
     Ask,
     Parameters,
-    Role,
     Terms,
     TransferRate,
     WorkerState,
@@ -40,11 +41,13 @@ class Mode(StrEnum):
     LOCAL = "local"
 
 
+PAIR, WHOLE, LOCAL = Mode
+"""Names of their own, as the roles' (costs.py): by a disaggregated pair, by a merged worker, by a decode worker."""
 LACKS = "LACKS"
 """Begins the reason why an engine that cannot do what a request asks for is left out."""
 MOST_PAIRS = 4096
 """A pair costs some microseconds, in which the router answers nobody else."""
-_PREFERENCE = {Mode.DISAGGREGATED: 0, Mode.MERGED: 1, Mode.LOCAL: 2}
+_PREFERENCE = {PAIR: 0, WHOLE: 1, LOCAL: 2}
 """Which of two equally cheap candidates: the one that freezes nobody first."""
 
 
@@ -92,7 +95,7 @@ class Refusal:
 
 def _barred(worker: WorkerState, ask: Ask) -> str:
     """Why `worker` may have no part in this request, or an empty string."""
-    if worker.id in ask.exclude:
+    if ask.exclude and worker.id in ask.exclude:
         return f"EXCLUDED: {worker.id} by the request"
     if worker.unusable:
         return worker.unusable
@@ -121,21 +124,20 @@ def candidates(
     reason they carry. `exhaustive` pairs all, up to `MOST_PAIRS`; beyond that each worker is in one candidate at least.
     """
     prefills: list[WorkerState] = []
-    streams: list[tuple[WorkerState, str]] = []
     barred_prefills: list[tuple[WorkerState, str]] = []
+    decodes: list[tuple[WorkerState, str]] = []
+    found: list[Candidate] = []
     for worker in workers:
         why = _barred(worker, ask)
-        if worker.role is not Role.PREFILL:
-            streams.append((worker, why))
-        elif why:
-            barred_prefills.append((worker, why))
-        else:
-            prefills.append(worker)
-    found: list[Candidate] = []
-    decodes: list[tuple[WorkerState, str]] = []
-    for worker, why in streams:
-        mode = Mode.MERGED if worker.role is Role.MERGED else Mode.LOCAL
-        if mode is Mode.LOCAL:
+        if worker.role is PREFILL:
+            if why:
+                barred_prefills.append((worker, why))
+            else:
+                prefills.append(worker)
+            continue
+        mode = WHOLE
+        if worker.role is not MERGED:
+            mode = LOCAL
             decodes.append((worker, why))
         terms, load = own_cost(worker, ask, parameters), None
         if ask.stored:
@@ -150,7 +152,7 @@ def candidates(
         if ask.stored:
             loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
             terms, load = _with_load(terms, partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
-        return Candidate(Mode.DISAGGREGATED, decode, prefill, terms, terms.total, ask.cached(prefill), why, load)
+        return Candidate(PAIR, decode, prefill, terms, terms.total, ask.cached(prefill), why, load)
 
     if exhaustive and (len(prefills) + len(barred_prefills)) * len(decodes) <= MOST_PAIRS:
         everyone = [(p, "") for p in prefills] + barred_prefills
@@ -228,8 +230,8 @@ def choose(found: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Choi
     allowed = [c for c in found if not c.excluded]
     if ask.strict or ask.merged_only:
         allowed = [c for c in allowed if _fits(c.mode, ask)]
-    if ask.merged_only and any(c.mode is Mode.MERGED for c in allowed):
-        allowed = [c for c in allowed if c.mode is Mode.MERGED]
+    if ask.merged_only and any(c.mode is WHOLE for c in allowed):
+        allowed = [c for c in allowed if c.mode is WHOLE]
     winner = _best(allowed, ask, parameters)
     if winner is None:
         return _refusal(found, ask)
@@ -248,8 +250,8 @@ def choose(found: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Choi
 
 def _fits(mode: Mode, ask: Ask) -> bool:
     if ask.merged_only:
-        return mode is Mode.MERGED or (mode is Mode.LOCAL and not ask.strict)
-    return mode is Mode.DISAGGREGATED or not ask.strict
+        return mode is WHOLE or (mode is LOCAL and not ask.strict)
+    return mode is PAIR or not ask.strict
 
 
 def _alternate(allowed: Sequence[Candidate], winner: Candidate, ask: Ask, parameters: Parameters) -> WorkerState | None:
@@ -263,21 +265,21 @@ def _alternate(allowed: Sequence[Candidate], winner: Candidate, ask: Ask, parame
 
 def _local_is_cheapest(found: Sequence[Candidate], winner: Candidate) -> bool:
     """Whether, without the prefill, the decode worker computing alone costs less than any merged worker."""
-    local = next((c for c in found if c.mode is Mode.LOCAL and c.worker is winner.worker and not c.excluded), None)
+    local = next((c for c in found if c.mode is LOCAL and c.worker is winner.worker and not c.excluded), None)
     if local is None:
         return False
-    return all(local.total < c.total for c in found if c.mode is Mode.MERGED and not c.excluded)
+    return all(local.total < c.total for c in found if c.mode is WHOLE and not c.excluded)
 
 
 def _why(found: Sequence[Candidate], winner: Candidate, ask: Ask) -> tuple[RouteReason, ...]:
-    if winner.mode is Mode.DISAGGREGATED:
+    if winner.mode is PAIR:
         return (RouteReason.DISAGGREGATED,)
-    local = winner.mode is Mode.LOCAL
+    local = winner.mode is LOCAL
     if ask.merged_only:
         return (RouteReason.MERGED_ONLY, RouteReason.LOCAL_FALLBACK) if local else (RouteReason.MERGED_ONLY,)
-    if any(c.mode is Mode.DISAGGREGATED and not c.excluded for c in found):
+    if any(c.mode is PAIR and not c.excluded for c in found):
         return (RouteReason.LOCAL_CHEAPEST if local else RouteReason.MERGED_CHEAPEST,)
-    if not any(c.mode is Mode.LOCAL and not c.excluded for c in found):
+    if not any(c.mode is LOCAL and not c.excluded for c in found):
         return (RouteReason.NO_DECODE, RouteReason.MERGED_FALLBACK)
     without = RouteReason.KV_LAYOUT_MISMATCH if _only_layouts_differ(found) else RouteReason.PREFILL_UNAVAILABLE
     return (without, RouteReason.LOCAL_FALLBACK if local else RouteReason.MERGED_FALLBACK)
@@ -285,21 +287,21 @@ def _why(found: Sequence[Candidate], winner: Candidate, ask: Ask) -> tuple[Route
 
 def _only_layouts_differ(found: Sequence[Candidate]) -> bool:
     """Whether there are pairs, and all that is wrong with those of usable decode workers is that their KV differs."""
-    usable = {c.worker.id for c in found if c.mode is Mode.LOCAL and not c.excluded}
-    pairs = [c.excluded for c in found if c.mode is Mode.DISAGGREGATED and c.worker.id in usable]
+    usable = {c.worker.id for c in found if c.mode is LOCAL and not c.excluded}
+    pairs = [c.excluded for c in found if c.mode is PAIR and c.worker.id in usable]
     return bool(pairs) and all(why.startswith(Reason.KV_LAYOUT_MISMATCH.name) for why in pairs)
 
 
 def _refusal(found: Sequence[Candidate], ask: Ask) -> Refusal:
     """The reason that helps the caller most: what all share, else capacity before absence."""
-    streams = [c for c in found if c.mode is not Mode.DISAGGREGATED]
+    streams = [c for c in found if c.mode is not PAIR]
     if ask.strict and not ask.merged_only:
-        streams = [c for c in streams if c.mode is Mode.LOCAL]
+        streams = [c for c in streams if c.mode is LOCAL]
         if any(not c.excluded for c in streams):
-            pairs = [c.excluded for c in found if c.mode is Mode.DISAGGREGATED and c.excluded]
+            pairs = [c.excluded for c in found if c.mode is PAIR and c.excluded]
             return _from_exclusions(pairs, Reason.PREFILL_UNAVAILABLE, "no prefill worker can serve this request")
     if ask.merged_only and ask.strict:
-        streams = [c for c in streams if c.mode is Mode.MERGED]
+        streams = [c for c in streams if c.mode is WHOLE]
     return _from_exclusions(
         [c.excluded for c in streams], Reason.DECODE_UNAVAILABLE, "no decode or merged worker can serve this request"
     )

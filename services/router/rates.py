@@ -84,8 +84,9 @@ class Rates:
         pair = self._moved.get((prefill, decode))
         if pair is not None:
             return pair.bytes / pair.seconds
-        registered = self._registered_transfer
-        return min(registered.get(prefill, DEFAULT_TRANSFER_BYTES_S), registered.get(decode, DEFAULT_TRANSFER_BYTES_S))
+        gives = self._registered_transfer.get(prefill, DEFAULT_TRANSFER_BYTES_S)
+        takes = self._registered_transfer.get(decode, DEFAULT_TRANSFER_BYTES_S)
+        return gives if gives < takes else takes
 
     def transport(self, prefill: str, decode: str) -> str:
         """The transport by which the last hand-over of the pair went; empty before the first."""
@@ -118,8 +119,12 @@ class PrefillShare:
 
     def of(self, worker: str, now: float) -> float:
         """The share now."""
-        value, then = self._sums.get(worker, (0.0, now))
-        return min(1.0, value * math.exp(-(now - then) / self._window_s))
+        known = self._sums.get(worker)
+        if known is None:
+            return 0.0
+        value, then = known
+        share = value * math.exp((then - now) / self._window_s)
+        return share if share < 1.0 else 1.0
 
     def forget(self, worker: str) -> None:
         """Drop what is known of `worker`."""

@@ -52,8 +52,10 @@ class Reservations:
     def take(self, uid: str, attempt: int, parts: dict[str, Held], now: float) -> None:
         """Reserve `parts` (by worker id), which are ours from now on. The same (uid, attempt) again replaces the
         earlier one."""
-        self.end(uid, attempt)
-        self._open[uid, attempt] = _Reservation(now + self._ttl_s, parts)
+        key = uid, attempt
+        if key in self._open:
+            self.end(uid, attempt)
+        self._open[key] = _Reservation(now + self._ttl_s, parts)
         self._attempts.setdefault(uid, set()).add(attempt)
         for worker, held in parts.items():
             total = self._totals.get(worker)

@@ -22,12 +22,14 @@ from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
 from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
-from services.router.stored import StoredRun
+from services.router.stored import Load, StoredRun
 from services.router.stores import Stores
 from services.router.workers import Workers
 
 EXPECT_S = 2.0
 """How much longer than predicted blocks may take to be announced before they are not counted on any more."""
+NONE: frozenset[str] = frozenset()
+"""What most requests exclude and need: making one of an empty field takes longer than looking whether it is empty."""
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
@@ -80,11 +82,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
         self._reserve(request, keys, choice.winner)
-        self._prefetch(request, keys, choice.winner)
+        if choice.winner.load is not None:
+            self._prefetch(request, keys, choice.winner, choice.winner.load)
         reply = router_pb2.RouteReply()
         self._put_plan(reply.plan, choice, request)
-        self._metrics.routed(choice.winner.mode, choice.reasons[0])
-        self._metrics.route_seconds.observe(time.perf_counter() - began)
+        self._metrics.routes.add(choice.winner.mode, choice.reasons[0], time.perf_counter() - began)
         return reply
 
     async def Explain(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.ExplainReply:
@@ -178,12 +180,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             output_tokens=min(request.max_tokens or math.inf, self._rates.output_tokens),
             hits=hits,
             stored=() if request.merged_only else stored,
-            exclude=frozenset(request.exclude),
+            exclude=frozenset(request.exclude) if request.exclude else NONE,
             merged_only=request.merged_only,
             strict=request.fallback == worker_pb2.FALLBACK_STRICT,
             ttft_slo_s=request.ttft_slo_s,
             now=now,
-            needs=frozenset(request.needs),
+            needs=frozenset(request.needs) if request.needs else NONE,
         )
 
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
@@ -216,11 +218,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     hits[worker] = blocks * size
         return hits, stored
 
-    def _prefetch(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate) -> None:
+    def _prefetch(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate, load: Load) -> None:
         """Let the store begin with what it has to bring up first."""
-        load = winner.load
-        store = self._stores.usable(load.store) if load is not None else None
-        if load is None or store is None or load.tier in QUICK_TIERS:
+        store = self._stores.usable(load.store)
+        if store is None or load.tier in QUICK_TIERS:
             return
         size = (winner.prefill or winner.worker).block_size
         wanted = split_keys(_physical(keys, size))[winner.cached_tokens // size : load.tokens // size]
@@ -249,12 +250,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         now = self._clock()
         worker, prefill = winner.worker, winner.prefill
         computes = prefill or worker
-        tokens = request.prompt_tokens - (winner.load.tokens if winner.load else winner.cached_tokens)
-        parts = {worker.id: Held(streams=1, blocks=worker.blocks_for(request.prompt_tokens))}
-        if prefill is not None:
-            parts[prefill.id] = Held(prefill_tokens=tokens, blocks=prefill.blocks_for(request.prompt_tokens))
+        prompt = request.prompt_tokens
+        tokens = prompt - (winner.load.tokens if winner.load else winner.cached_tokens)
+        if prefill is None:
+            parts = {worker.id: Held(tokens, 1, worker.blocks_for(prompt))}
         else:
-            parts[worker.id].prefill_tokens = tokens
+            parts = {
+                worker.id: Held(0.0, 1, worker.blocks_for(prompt)),
+                prefill.id: Held(tokens, 0, prefill.blocks_for(prompt)),
+            }
         self._reservations.take(request.uid, request.attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
         until = now + winner.terms.queue + winner.terms.load + winner.terms.prefill + EXPECT_S
@@ -279,7 +283,7 @@ class _RefusedError(BatonError):
 def _keys(request: router_pb2.RouteRequest) -> bytes:
     """The keys of a request, side by side. Raises BatonError(INVALID_REQUEST) when one is not of `KEY_BYTES`."""
     keys = request.packed_keys
-    if request.keys:  # from a client that knows no other field
+    if not keys and request.keys:  # from a client that knows no other field
         keys = b"".join(request.keys)
         if len(keys) != KEY_BYTES * len(request.keys):
             raise BatonError(Reason.INVALID_REQUEST, f"a block's key is not of {KEY_BYTES} bytes", param="keys")
@@ -292,8 +296,8 @@ def _keys(request: router_pb2.RouteRequest) -> bytes:
 
 def _physical(keys: bytes, block_size: int) -> bytes:
     """The keys of a worker's blocks among the logical ones: blocks of k x 32 tokens go by every k-th."""
-    factor = max(1, block_size // BLOCK_SIZE)
-    return keys if factor == 1 else b"".join(split_keys(keys)[factor - 1 :: factor])
+    factor = block_size // BLOCK_SIZE
+    return keys if factor <= 1 else b"".join(split_keys(keys)[factor - 1 :: factor])
 
 
 def _check(request: router_pb2.RouteRequest) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from services.router.columns import FRESH_S, Columns, Floats
-from services.router.costs import Ask, Parameters, Role, WorkerState, no_loads
+from services.router.costs import DECODE, PREFILL, Ask, Parameters, Role, WorkerState, no_loads
 from services.router.devices import with_neighbours
 from services.router.stored import LoadTime, Reader, loads
 
@@ -37,19 +37,14 @@ class _Group:
     that leaves. `room` is how many rows it has, `cost` the part of `Columns.cost` that is its own."""
 
     def __init__(self, role: Role, fingerprint: str, block_size: int, lacks: frozenset[str]) -> None:
+        self.kind: Kind = (role, fingerprint, block_size, lacks)
         self.role = role
-        self.fingerprint = fingerprint
         self.block_size = block_size
-        self.lacks = lacks
         self.states: list[WorkerState] = []
         self.capacity: list[float] = []
         self.start = 0
         self.room = 0
         self.cost: Floats = np.zeros(0, np.float32)
-
-    def is_of(self, state: WorkerState) -> bool:
-        """Whether `state` belongs here."""
-        return _kind(state) == (self.role, self.fingerprint, self.block_size, self.lacks)
 
     def load(self, ask: Ask, load_time: LoadTime) -> tuple[slice, float, float] | None:
         """Where the longest run ends that a store has for this layout, and what a token of it takes to load, on the
@@ -57,7 +52,7 @@ class _Group:
         one = self.states[0]
         reader = Reader(one.id, one.fingerprint, one.block_size, one.block_bytes, 0, ask.reusable(one))
         options = [load for load in loads(ask.stored, reader, load_time) if load.seconds < math.inf]
-        if self.role is Role.DECODE or not options:
+        if self.role is DECODE or not options:
             return None
         best = max(options, key=lambda load: (load.tokens, -load.seconds))
         rows = slice(self.start, self.start + len(self.states))
@@ -68,17 +63,19 @@ class _Group:
         cost, states = self.cost, self.states
         chosen = _cheapest(cost, self.role)
         # Mostly everyone has room: it is asked of all only when one of the few has not.
-        if min([self.capacity[row] for row in chosen]) < ask.prompt_tokens:
-            capacity = np.array(self.capacity)
-            cost[capacity < ask.prompt_tokens] = np.inf
-            chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, self.role)
+        for row in chosen:
+            if self.capacity[row] < ask.prompt_tokens:
+                capacity = np.array(self.capacity)
+                cost[capacity < ask.prompt_tokens] = np.inf
+                chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, self.role)
+                break
         return [states[row] for row in chosen]
 
 
 def _cheapest(cost: Floats, role: Role) -> list[int]:
     """The row of the lowest, of prefills the two lowest in order: two minima are found sooner than a sorting."""
     first = int(cost.argmin())
-    if role is not Role.PREFILL or len(cost) == 1:
+    if role is not PREFILL or len(cost) == 1:
         return [first]
     least, cost[first] = cost[first], np.inf
     second = int(cost.argmin())
@@ -92,7 +89,8 @@ def _capacity(state: WorkerState) -> float:
         return -1.0
     capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else math.inf
     if state.max_context:
-        capacity = min(capacity, state.max_context - 1)
+        longest = state.max_context - 1
+        return longest if longest < capacity else capacity
     return capacity
 
 
@@ -102,6 +100,7 @@ class Fleet:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
         self._groups: dict[Kind, _Group] = {}
+        self._sizes: set[int] = set()
         self._places: dict[str, tuple[_Group, int]] = {}  # where in its group a worker is
         self._device_of: dict[str, str] = {}
         self._on_device: dict[str, dict[str, WorkerState]] = {}  # as put, not told of each other
@@ -136,7 +135,7 @@ class Fleet:
 
     def _write(self, state: WorkerState) -> None:
         place = self._places.get(state.id)
-        if place is not None and not place[0].is_of(state):
+        if place is not None and _kind(state) != place[0].kind:
             self._leave(state.id)
             place = None
         group, row = place or self._add(state)
@@ -164,11 +163,12 @@ class Fleet:
             self._places[last.id] = group, row
             self._columns.put(group.start + row, last)
         if not group.states:
-            self._groups = {key: kept for key, kept in self._groups.items() if kept is not group}
+            del self._groups[group.kind]
+            self._sizes = {kept.block_size for kept in self._groups.values()}
 
     def block_sizes(self) -> set[int]:
-        """Tokens of a block, of every layout here."""
-        return {size for _, _, size, _ in self._groups}
+        """Tokens of a block, of every layout here (do not change it)."""
+        return self._sizes
 
     def block_size(self, id: str) -> int:
         """Tokens of a block of that worker; 0 when it is not of this model."""
@@ -226,7 +226,7 @@ class Fleet:
 
     def _warmest_decode(self, hits: Mapping[str, int]) -> WorkerState | None:
         places = self._places
-        warm = [id for id in hits if id in places and places[id][0].role is Role.DECODE]
+        warm = [id for id in hits if id in places and places[id][0].role is DECODE]
         return self.get(max(warm, key=hits.__getitem__)) if warm else None
 
     def _add(self, state: WorkerState) -> tuple[_Group, int]:
@@ -235,6 +235,7 @@ class Fleet:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(*key)
+            self._sizes.add(group.block_size)
         group.states.append(state)
         group.capacity.append(0.0)
         place = self._places[state.id] = group, len(group.states) - 1

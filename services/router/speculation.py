@@ -60,11 +60,11 @@ class Speculation:
         first = keys[start * KEY_BYTES : (start + 1) * KEY_BYTES]
         if not first:
             return
-        expected = _Expected(worker, keys, start, first)
-        count = len(expected)
+        count = len(keys) // KEY_BYTES - start
         if self._keys + count > self._max_keys:
             self.refused += 1
             return
+        expected = _Expected(worker, keys, start, first)
         self._by_first.setdefault(first, []).append(expected)
         self._by_worker.setdefault(worker, {})[expected] = None
         self._number += 1
@@ -77,7 +77,9 @@ class Speculation:
         while self._by_first and seen <= reach and seen < count:  # nothing that begins deeper can count yet
             expectations = self._beginning(found, keys, seen, reach)
             seen = reach + 1
-            for expected in sorted(expectations, key=attrgetter("start")):
+            if len(expectations) > 1:
+                expectations.sort(key=attrgetter("start"))
+            for expected in expectations:
                 known = found.get(expected.worker, 0)
                 if known < expected.start:
                     continue

@@ -205,11 +205,11 @@ class Workers:
 
     def snapshot(self, known: Known, now: float) -> WorkerState:
         """The worker as the policy sees it: its last report with the reservations added."""
-        id = known.worker.id
-        if known.reported is None:
-            known.reported = self._read(known)
-        held = self._reservations.on(id)
-        return known.reported.reserved(held.streams, held.prefill_tokens, held.blocks, self._shares.of(id, now), now)
+        reported = known.reported
+        if reported is None:
+            reported = known.reported = self._read(known)
+        held, share = self._reservations.on(reported.id), self._shares.of(reported.id, now)
+        return reported.reserved(held.streams, held.prefill_tokens, held.blocks, share, now)
 
     def _read(self, known: Known) -> WorkerState:
         worker, load = known.worker, known.load
