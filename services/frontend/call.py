@@ -70,8 +70,11 @@ class Call:
         tokenizer: Tokenizer,
         backend: Backend,
         turns: Callable[[int], Turn] | None = None,
+        *,
+        promised: bool = False,
     ) -> None:
-        """`turns` makes the turn of a prompt with so many outputs: then the call is of the batch lane."""
+        """`turns` makes the turn of a prompt with so many outputs: then the call is of the batch lane. `promised`: its
+        client has been told that it will be answered, and does not come again."""
         self._inbox: Inbox[Item] = Inbox()
         self._deadline = deadline
         self._n = n
@@ -107,6 +110,7 @@ class Call:
         self._scores: dict[int, Sequence[Logprob]] = {}  # of each prompt: workers tell them with one choice alone
         self._begun: set[int] = set()
         self._batch = turns is not None
+        self._promised = promised
 
     @property
     def outputs(self) -> int:
@@ -247,8 +251,8 @@ class Call:
         return self._scores.get(prompt, ())
 
     def _told(self) -> bool:
-        """Whether the client has something of any output."""
-        return any(generation.begun for generation in self._generations)
+        """Whether the client has something of any output, or a promise of it."""
+        return self._promised or any(generation.begun for generation in self._generations)
 
     def _cached(self) -> int:
         return sum(generation.cached_tokens or 0 for generation in self._generations)

@@ -146,10 +146,12 @@ class Frontend:
         begun: float,
         timeout_s: float | None = None,
         turns: Callable[[int], Turn] | None = None,
+        *,
+        promised: bool = False,
     ) -> Call:
-        """What can be started, of a request that arrived at `begun` (Unix seconds); see `prepare`."""
+        """What can be started, of a request that arrived at `begun` (Unix seconds); see `prepare` and `Call`."""
         deadline = begun + (timeout_s or self.request_timeout_s)
-        return Call(uid, asks, options.n, deadline, self.model.tokenizer, self.backend, turns)
+        return Call(uid, asks, options.n, deadline, self.model.tokenizer, self.backend, turns, promised=promised)
 
     def head(self, uid: str, begun: float) -> tuple[str, int, str, str]:
         """What every object of an answer begins with: uid, time, model, fingerprint."""

@@ -12,7 +12,6 @@ from baton.model.card import card_difference
 from baton.registry.registry import Registry
 from baton.registry.view import View
 from baton.v1 import registry_pb2, worker_pb2
-from services.frontend.contexts import Contexts
 from services.frontend.route import RouterClient
 from services.frontend.sessions import Sessions
 
@@ -88,7 +87,6 @@ class Readiness:
         self._model = model
         self._registry = registry
         self._workers = workers
-        self._contexts = Contexts(workers, model)
         self._routers = routers
         self._router = router
         self._sessions = sessions
@@ -123,7 +121,7 @@ class Readiness:
 
     def max_context(self) -> int:
         """The longest context of a worker, one that is away for a moment included; 0 when none says."""
-        return self._contexts.longest()
+        return self._router.lately.longest(self._model)
 
     def _streaming(self) -> list[registry_pb2.Worker]:
         """Decode and merged workers that would take a request now."""

@@ -230,7 +230,7 @@ class Generation:
     def __init__(
         self, work: Work, backend: Backend, inbox: Inbox[Item], told: Callable[[], bool] = lambda: False
     ) -> None:
-        """`told`: whether the client has something of this or another prompt of the same answer."""
+        """`told`: whether the client has something of this or another prompt of the same answer, if only a promise."""
         self.work = work
         self.plan = worker_pb2.Plan()
         """The latest plan that a worker accepted."""
@@ -401,7 +401,7 @@ class Generation:
         full, finish = event.finish == "context", event.finish
         if full:
             # How near it came to what was asked for is not known: without a longer context this is the end.
-            full = self._backend.router.longer(leg.plan.worker.id)
+            full = self._backend.router.lately.longer(leg.plan.worker.id)
             finish = "" if full else "length"
         if finish:
             choice.finished = True
@@ -501,7 +501,7 @@ class Generation:
     ) -> None:
         """Route and Submit until a worker takes the choices. Raises the last BatonError when none does."""
         began, refusals = time.monotonic(), row.failures
-        told = broken is not None and (self.begun or self._told())
+        told = self._told() or (broken is not None and self.begun)
         low, high = _RETRY_S
         refusal = None if broken is None else broken.error
         while True:

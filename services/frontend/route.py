@@ -18,6 +18,7 @@ from baton.route import RouteReason
 from baton.rpc.channel import Channels
 from baton.rpc.errors import from_failure, from_rpc
 from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc, worker_pb2
+from services.frontend.lately import Lately
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.session import Session
 
@@ -46,6 +47,7 @@ class RouterClient:
     ) -> None:
         self._routers = routers
         self._workers = workers
+        self.lately = Lately(workers)
         self._sessions = sessions
         self._channels = channels
         self._metrics = metrics
@@ -83,9 +85,8 @@ class RouterClient:
             return self._own_choice(request)
         if reply.HasField("failure"):
             error = from_failure(reply.failure)
-            if error.reason is Reason.CONTEXT_LENGTH_EXCEEDED and request.fallback != worker_pb2.FALLBACK_STRICT:
-                # It was measured by the longest context that there is: those who have it are away.
-                raise BatonError(Reason.DECODE_UNAVAILABLE, error.message) from error
+            if self._could(request, error.reason):
+                raise BatonError(Reason.DECODE_UNAVAILABLE, f"those who could are away: {error.message}") from error
             raise error
         return reply.plan
 
@@ -179,18 +180,13 @@ class RouterClient:
         self._metrics.router_failures.labels(error.reason.name).inc()
         _log.warning("router failed", router=id, error=str(error))
 
-    def longer(self, worker: str) -> bool:
-        """Whether another worker that could go on with an answer has a longer context; true of one that has left."""
-        known = self._workers.items()
-        this = known.get(worker)
-        if this is None:
-            return True
-        return any(one.max_context > this.max_context for one in known.values() if self._streams(one, this.model))
-
-    def _streams(self, worker: registry_pb2.Worker, model: str) -> bool:
-        session = self._sessions.get(worker.id)
-        here = session is not None and session.connected and not session.draining and not worker.draining
-        return here and worker.model == model and worker.role != registry_pb2.ROLE_PREFILL
+    def _could(self, request: router_pb2.RouteRequest, refusal: Reason) -> bool:
+        """Whether what is said to be too much is so only because of who is away. Strict forbids other ways to run."""
+        if request.fallback == worker_pb2.FALLBACK_STRICT:
+            return False
+        if refusal is Reason.CONTEXT_LENGTH_EXCEEDED:
+            return self.lately.longest(request.model) > request.prompt_tokens
+        return refusal is Reason.INVALID_REQUEST and self.lately.able(request.model, request.needs)
 
     def _own_choice(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         if request.fallback == worker_pb2.FALLBACK_STRICT:

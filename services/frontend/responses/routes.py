@@ -174,7 +174,7 @@ class Responses:
             top=options.logprobs if told.logprobs else None,
             keep=keep if told.store and run is None else None,
         )
-        call = frontend.call(uid, asks, options, begun)
+        call = frontend.call(uid, asks, options, begun, promised=told.background)
         if run is None:
             return Prepared(call, format, options.stream, include_usage=True)
         self.store.put(Kept(format.id, "in_progress", _encode(format.object("in_progress")), items, b"", earlier, run))

@@ -85,6 +85,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.script = script
         self.refusal: BatonError | None = None
         self.max_context = 0
+        self.lacks: list[str] = []
         self.heartbeat: worker_pb2.Heartbeat | None = worker_pb2.Heartbeat(time=1.0)
         """What each heartbeat says; None: silence."""
         self.fate: Callable[[worker_pb2.Frame], Sequence[worker_pb2.Frame]] = lambda frame: [frame]
@@ -124,6 +125,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             model=model,
             max_streams=8,
             max_context=self.max_context,
+            lacks=self.lacks,
         )
 
     def cut(self) -> None:

@@ -376,6 +376,17 @@ async def test_the_background_goes_on_without_its_client(stack: Stack) -> None:
     assert stack.count("requests", endpoint="responses_background", outcome="ok") == 1
 
 
+async def test_the_background_waits_for_room(stack: Stack) -> None:
+    """Its client has been told that it goes on, and will not come again."""
+    stack.router.refusal = BatonError(Reason.NO_CAPACITY, "full")
+    response = await create(stack, background=True)
+    await until(lambda: len(stack.router.requests) > 3)
+    stack.router.refusal = None
+    await until(lambda: stack.count("requests", endpoint="responses_background", outcome="ok") == 1)
+    async with http_to(stack) as http:
+        assert (await http.get(f"/v1/responses/{response.id}")).json()["status"] == "completed"
+
+
 async def test_the_background_is_followed_from_any_event_on(model: Model) -> None:
     worker = ScriptedWorker("merged-1", says(model, pause_s=0.01))
     async with running(model, worker) as stack:
@@ -425,10 +436,10 @@ async def test_the_background_is_cancelled(model: Model) -> None:
 
 
 async def test_the_background_fails(stack: Stack) -> None:
-    stack.router.refusal = BatonError(Reason.NO_CAPACITY, "all full")
+    stack.router.refusal = BatonError(Reason.INTERNAL, "broken")
     response = await create(stack, background=True)
     failed = await finished(stack, response.id)
-    assert (failed.status, failed.error.code) == ("failed", "rate_limit_exceeded")
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
     status, body = await refused(stack, background=True, store=False)
     assert (status, body["error"]["param"]) == (400, "background")
 
