@@ -60,6 +60,8 @@ class _Job:
     """Ranks that touch nothing for it any more."""
     over: bool = False
     """Its output has ended, or nobody wants it."""
+    broken: bool = False
+    """No token could be drawn: its KV is not trusted either."""
 
 
 class Jobs:
@@ -217,6 +219,7 @@ class Jobs:
         if job is None:
             return
         if isinstance(message, m.Broken):
+            job.broken = True
             job.stream.stop()
             if not job.over:
                 job.failed(BatonError(Reason.ENGINE_FAILED, message.message))
@@ -229,7 +232,7 @@ class Jobs:
                     inbox.put_nowait(None)
         elif isinstance(message, m.Output):
             job.output.add(message.rank)
-            if len(job.output) == self._ranks:
+            if len(job.output) == self._ranks and not job.broken:
                 job.output.clear()
                 job.filled += 1
                 self._staging.seal_output(job.reservation.room, message.job, message.key)
