@@ -257,6 +257,7 @@ class EngineStats:
     output_tokens: int = 0
     preemptions: int = 0
     corrupted_blocks: int = 0
+    unstaged_blocks: int = 0
     batch_running: int = 0
     batch_waiting: int = 0
     batch_queued_tokens: int = 0

@@ -69,6 +69,9 @@ class WorkerMetrics:
             "preemptions": counter("preemptions", "Requests preempted and recomputed."),
             "batch_preemptions": counter("batch_preemptions", "Of these, the batch lane's: they gave way."),
             "corrupted_blocks": counter("kv_blocks_corrupted", "Cached KV blocks whose bytes had changed: not used."),
+            "unstaged_blocks": counter(
+                "kv_blocks_unstaged", "Full output blocks that found no place in staging in time."
+            ),
         }
         self.unwell = gauge("unwell", "1 while the engine cannot be counted on (an upstream that does not answer).")
         self._seen = dict.fromkeys(self._totals, 0)

@@ -64,7 +64,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """What staging adds to vLLM's own prefix hits; never asynchronous."""
-        return self._planner.matched(request.request_id, request.kv_transfer_params, num_computed_tokens), False
+        planner, params = self._planner, request.kv_transfer_params
+        return planner.matched(request.request_id, params, num_computed_tokens, request.all_token_ids), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The blocks that the load goes to."""
@@ -82,6 +83,10 @@ class BatonConnector(KVConnectorBase_V1):
             planner.scheduled(
                 request_id, cached.num_computed_tokens[i], blocks[0] if blocks is not None else (), anew=resumed
             )
+        assert self._link is not None
+        while self._link.spares:
+            spare = self._link.spares.popleft()
+            planner.spare(spare.job, spare.slot)
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             planner.computes(request_id, tokens)
         self._steps.begin(list(scheduler_output.num_scheduled_tokens.values()), len(cached.resumed_req_ids))
@@ -147,7 +152,8 @@ class BatonConnector(KVConnectorBase_V1):
         assert self._copier is not None
         assert self._link is not None
         for copy in self._plan.saves:
-            told = m.Sealed(self._rank, copy.job, copy.first, len(copy.slots))
+            prompt = m.Sealed(self._rank, copy.job, copy.first, len(copy.slots))
+            told = m.Output(self._rank, copy.job, copy.key) if copy.key else prompt
             self._copier.save(copy.blocks, copy.slots, partial(self._link.send, told))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -117,7 +117,9 @@ class VllmEngine(Engine):
         self._spec = spec = describe(options, self._llm, self._ranks, self.arena.size)
         staging = Staging(self.arena, spec.layout, self._owner, self._epoch, self._cache.tell)
         late = LateReads(staging.settle, self._fail, spec.pool_blocks)
-        self._parts = staging, late, Jobs(self._llm, spec, staging, self._steps, len(self._ranks), self._ended)
+        tell = self._listener.spare
+        jobs = Jobs(self._llm, spec, staging, self._steps, len(self._ranks), self._ended, tell)
+        self._parts = staging, late, jobs
         self._liveness = Liveness(self._ranks[0].pid)
         return spec
 
@@ -244,6 +246,7 @@ class VllmEngine(Engine):
             cached_prompt_tokens=self._cached_prompt_tokens,
             output_tokens=jobs.output_tokens,
             corrupted_blocks=staging.corrupted,
+            unstaged_blocks=jobs.unstaged_blocks,
         )
         return patient(stats, self._liveness)
 

@@ -48,14 +48,25 @@ class _Job:
     """Whether its first token is there."""
     saved: dict[int, int] = field(default_factory=dict)
     """By rank: how many of the prompt's blocks are in staging."""
+    length: int = 0
+    """Tokens of prompt and output so far."""
+    fills: int = 0
+    """Whole blocks of prompt and output that may come to be, if the output is wanted in staging."""
+    filled: int = 0
+    """How many of them are in staging, or have had their place there since the start."""
+    output: set[int] = field(default_factory=set)
+    """Ranks that have filled the spare slot."""
     ended: set[int] = field(default_factory=set)
     """Ranks that touch nothing for it any more."""
     over: bool = False
     """Its output has ended, or nobody wants it."""
+    broken: bool = False
+    """No token could be drawn: its KV is not trusted either."""
 
 
 class Jobs:
-    """`finished` is called when a reservation has nothing more to generate."""
+    """`finished` is called when a reservation has nothing more to generate, `spare` tells vLLM of (job, slot) for the
+    job's next block of output."""
 
     def __init__(
         self,
@@ -65,15 +76,19 @@ class Jobs:
         steps: StepFeed,
         ranks: int,
         finished: Callable[[VllmReservation], None],
+        spare: Callable[[int, int], None],
     ) -> None:
         self.computed_tokens = 0
         self.output_tokens = 0
+        self.unstaged_blocks = 0
+        """Output blocks that were full and are not in staging: the pool was short, or the output ended too soon."""
         self._llm = llm
         self._spec = spec
         self._staging = staging
         self._steps = steps
         self._ranks = ranks
         self._finished = finished
+        self._spare = spare
         self._jobs: dict[int, _Job] = {}
         self._last = 0
         self._open: dict[VllmReservation, set[int]] = {}
@@ -125,6 +140,7 @@ class Jobs:
         prompt = [*reservation.prompt, *drawn]
         logprobs = tokens == 1 and request.sampling.prompt_logprobs is not None
         ready = 0 if logprobs else min(room.ready, (len(prompt) - 1) // size)
+        slots = list(room.slots)
         params = sampling(
             request,
             choice,
@@ -132,9 +148,10 @@ class Jobs:
             drawn=len(request.emitted_ids) + len(drawn),
             tokens=tokens,
             most=max(1, self._spec.max_context - len(prompt)),
-            slots=list(room.slots),
+            slots=slots,
             ready=ready,
             saves=saves and not room.running and room.ready < len(room.slots),
+            parent=room.keys[len(slots) - 1] if slots else request.key_root,
             eos_token_ids=self._spec.eos_token_ids,
         )
         room.running.add(number)
@@ -142,13 +159,19 @@ class Jobs:
         # Its end on the ranks and its last output come on two ways: whichever is first, this is the job they mean.
         job = _Job(reservation, len(prompt) - ready * size, time.time())
         self._jobs[number] = job
+        job.length, job.filled = len(prompt), len(slots)
+        if tokens is None and not request.batch:  # nobody comes back to the batch lane's
+            # The last token has no KV.
+            job.fills = (len(prompt) + (params.max_tokens or 1) - 1) // size
 
         def got(delta: Delta) -> None:
             if not job.started:
                 job.started = True
                 self.computed_tokens += max(0, len(prompt) - delta.cached_tokens)
             job.over = job.over or delta.finish is not None
+            job.length += len(delta.token_ids)
             take(job, delta)
+            self._make_room(number, job)
 
         def fell(error: BatonError) -> None:
             job.over = True
@@ -158,6 +181,15 @@ class Jobs:
 
         job.failed = fell
         job.stream = Stream(self._llm, prompt, params, request.key_root.hex(), number, got, fell)
+
+    def _make_room(self, number: int, job: _Job) -> None:
+        """A slot for its next block of output, if it has none and will want one."""
+        room = job.reservation.room
+        if job.over or number in room.spares or job.filled >= job.fills:
+            return
+        slot = self._staging.spare(room, number)
+        if slot is not None:
+            self._spare(number, slot)
 
     def stop(self, reservation: VllmReservation) -> None:
         """Nobody wants what runs for it any more."""
@@ -181,12 +213,13 @@ class Jobs:
 
     # ---- what vLLM's processes say
 
-    def take(self, message: m.Sealed | m.Ended | m.Broken) -> None:
+    def take(self, message: m.Sealed | m.Output | m.Ended | m.Broken) -> None:
         """A rank's word on a job."""
         job = self._jobs.get(message.job)
         if job is None:
             return
         if isinstance(message, m.Broken):
+            job.broken = True
             job.stream.stop()
             if not job.over:
                 job.failed(BatonError(Reason.ENGINE_FAILED, message.message))
@@ -197,6 +230,13 @@ class Jobs:
                 inbox = self._inboxes.get(job.reservation)
                 if inbox is not None:
                     inbox.put_nowait(None)
+        elif isinstance(message, m.Output):
+            job.output.add(message.rank)
+            if len(job.output) == self._ranks and not job.broken:
+                job.output.clear()
+                job.filled += 1
+                self._staging.seal_output(job.reservation.room, message.job, message.key)
+                self._make_room(message.job, job)
         else:
             job.ended.add(message.rank)
             if len(job.ended) == self._ranks:
@@ -205,6 +245,8 @@ class Jobs:
     def _end(self, number: int) -> None:
         job = self._jobs.pop(number, None)
         if job is not None:
+            if job.fills:
+                self.unstaged_blocks += max(0, (job.length - 1) // self._spec.block_size - job.filled)
             self._staging.ended(job.reservation.room, number)
 
     # ---- prefill

@@ -1,4 +1,5 @@
-"""Our end of the sockets to vLLM's processes: who connects gets the descriptors that are shared with it.
+"""Our end of the sockets to vLLM's processes: who connects gets the descriptors that are shared with it. Later its
+scheduler is told of slots for output; nothing else goes that way.
 
 The sockets lie in a directory that only this user can enter. Whoever of vLLM's processes closes one has ended, and the
 engine with it.
@@ -34,6 +35,7 @@ class Listener:
         self.path = str(Path(self._directory.name) / "host")
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._scheduler: asyncio.StreamWriter | None = None
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -50,6 +52,8 @@ class Listener:
             # asyncio's own socket does not send descriptors; nothing was written to it, so it takes a byte at once.
             with socket.socket(fileno=os.dup(raw.fileno())) as plain:
                 socket.send_fds(plain, [b"!"], [descriptor])
+            if isinstance(hello, m.Scheduler):
+                self._scheduler = writer
             self._take(hello)
             while True:
                 self._take(await self._receive(reader))
@@ -63,6 +67,11 @@ class Listener:
         finally:
             self._writers.discard(writer)
             writer.close()
+
+    def spare(self, job: int, slot: int) -> None:
+        """Tell the scheduler where a job's next block of output goes. Waits for nobody: there is one for each job."""
+        if self._scheduler is not None:
+            self._scheduler.write(m.frame(m.Spare(job, slot)))
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromVllm:
         head = await reader.readexactly(m.LENGTH.size)

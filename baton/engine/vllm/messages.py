@@ -1,4 +1,4 @@
-"""Messages from vLLM's processes to ours: msgpack, each with its length in front (LE u32). Only descriptors go back."""
+"""Messages between vLLM's processes and ours: msgpack, each with its length in front (LE u32)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class Sealed(_Message):
     count: int
 
 
+class Output(_Message):
+    """A block of a job's output, which `key` names, is in the job's spare slot (this rank's part of it)."""
+
+    rank: int
+    job: int
+    key: bytes
+
+
 class Ended(_Message):
     """This rank touches nothing of that job any more."""
 
@@ -52,13 +60,21 @@ class Broken(_Message):
     message: str
 
 
-FromVllm = Rank | Scheduler | Sealed | Ended | Broken
+class Spare(_Message):
+    """To vLLM's scheduler: the job's next block of output goes to this slot, when it is full."""
+
+    job: int
+    slot: int
+
+
+FromVllm = Rank | Scheduler | Sealed | Output | Ended | Broken
 
 decoder = msgspec.msgpack.Decoder(FromVllm)
+spares = msgspec.msgpack.Decoder(Spare)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: FromVllm) -> bytes:
+def frame(message: FromVllm | Spare) -> bytes:
     """With its length in front."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 
-from baton.engine.vllm.messages import FromVllm, frame
+from baton.engine.vllm.messages import LENGTH, FromVllm, Spare, frame, spares
 
 START_S = 60.0
 
@@ -14,7 +15,8 @@ START_S = 60.0
 class HostLink:
     """Says who we are, gets the descriptors that the worker shares, and tells it what happens.
 
-    Raises OSError when there is no worker any more.
+    `spares`: what the worker has said and nobody has taken yet, one for each job at most. Raises OSError when there is
+    no worker any more.
     """
 
     def __init__(self, path: str, hello: FromVllm, descriptors: int) -> None:
@@ -27,11 +29,15 @@ class HostLink:
             raise OSError("the worker shares nothing")
         self._socket.settimeout(None)
         self._lock = threading.Lock()
-        threading.Thread(target=self._outlive_nobody, name="baton host", daemon=True).start()
+        self.spares: deque[Spare] = deque()
+        threading.Thread(target=self._listen, name="baton host", daemon=True).start()
 
-    def _outlive_nobody(self) -> None:
+    def _listen(self) -> None:
+        """Until the worker is gone, which we do not outlive."""
         try:
-            self._socket.recv(1)
+            with self._socket.makefile("rb") as told:
+                while head := told.read(LENGTH.size):
+                    self.spares.append(spares.decode(told.read(*LENGTH.unpack(head))))
         finally:
             os._exit(1)
 

@@ -9,7 +9,7 @@ from vllm import SamplingParams as VllmSampling
 from vllm.sampling_params import RequestOutputKind
 
 from baton.engine.port import Request
-from baton.engine.vllm.plan import JOB, READY, SAVES, SLOTS
+from baton.engine.vllm.plan import JOB, PARENT, READY, SAVES, SLOTS
 from baton.engine.vllm.sampling import ARGUMENT, Draw
 
 
@@ -30,16 +30,18 @@ def sampling(
     slots: list[int],
     ready: int,
     saves: bool,
+    parent: bytes,
     eos_token_ids: tuple[int, ...],
 ) -> VllmSampling:
     """What vLLM is asked for one choice, of whose output `drawn` tokens are in its prompt already.
 
     `tokens`: how many to generate, None for what the budget leaves; then `most` (up to the context's end) at most. To
-    vLLM every request is greedy, without a minimum: the rest is drawn by `BatonSampler`.
+    vLLM every request is greedy, without a minimum: the rest is drawn by `BatonSampler`. `parent` is the key of the
+    block in the last of `slots`, or the root.
     """
     params = request.sampling
     arguments: dict[str, Any] = {
-        "kv_transfer_params": {JOB: job, SLOTS: slots, READY: ready, SAVES: saves},
+        "kv_transfer_params": {JOB: job, SLOTS: slots, READY: ready, SAVES: saves, PARENT: parent},
         ARGUMENT: Draw(
             job, choice, len(request.prompt_ids), replace(params, stop_token_ids=tuple(params.stop_token_ids)),
             eos_token_ids,

@@ -4,6 +4,9 @@ A *room* is what one reservation holds: a slot for each whole block of its promp
 (prefix hits, verified loads, or saved from vLLM); the rest is open. vLLM's processes read and write a room's slots as
 long as a request of it may still run there: the room is given back when the reservation is released *and* each of
 those requests has ended on every rank.
+
+Output has no place in a room. A running request gets a *spare* slot for the next block that it fills; when vLLM has
+filled it, it is sealed and belongs to the cache, as a prompt's blocks do when their room is given back.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from baton.kv.holds import Holds
 from baton.kv.layout import LayoutFingerprint
 from baton.kv.pool import BlockPool, PoolFull
 
+SPARE_SHARE = 0.125
+"""With less of the pool to be had, no slot is spared for output: prompts go first."""
+
 
 @dataclass(eq=False)
 class Room:
@@ -29,6 +35,10 @@ class Room:
     ready: int
     running: set[int] = field(default_factory=set)
     """Jobs that vLLM may still run."""
+    spares: dict[int, int] = field(default_factory=dict)
+    """By job: the slot that its next block of output goes to."""
+    output: list[bytes] = field(default_factory=list)
+    """Keys of the output blocks that its jobs have filled."""
     released: bool = False
 
 
@@ -94,6 +104,23 @@ class Staging:
             room.ready = number + 1
         self._tell()
 
+    def spare(self, room: Room, job: int) -> int | None:
+        """A slot for the next block of output of a job that runs and has none; None when the pool is short."""
+        if self.pool.available <= SPARE_SHARE * len(self.pool):
+            return None
+        (room.spares[job],) = self.pool.take(1)
+        self._tell()
+        return room.spares[job]
+
+    def seal_output(self, room: Room, job: int, key: bytes) -> None:
+        """The job's spare slot holds the block that `key` names."""
+        slot = room.spares.pop(job)
+        self.pool.seal(slot, key, self._block_size, index_it=True)
+        self.pool.set_checksum(slot, self._checksum(slot))
+        self.pool.drop([slot])
+        room.output.append(key)
+        self._tell()
+
     def clear(self) -> int:
         """Drop what nobody holds; how many blocks."""
         dropped = self.pool.clear()
@@ -131,12 +158,16 @@ class Staging:
     def ended(self, room: Room, job: int) -> None:
         """vLLM touches nothing for that job any more."""
         room.running.discard(job)
+        if job in room.spares:
+            self.pool.drop([room.spares.pop(job)])
         self._give_back(room)
 
     def _give_back(self, room: Room) -> None:
         if room.released and not room.running and room in self._rooms:
             self._rooms.discard(room)
-            self.pool.drop(reversed(room.slots))
+            output = self.pool.find(room.output)
+            self.pool.hold(output)  # so that the end of a conversation goes before its beginning does
+            self.pool.drop(reversed([*room.slots, *output]))
             self._given_back.set()
 
     def hold(self, keys: Sequence[bytes]) -> tuple[int, list[Handle]]:
@@ -181,6 +212,7 @@ class Staging:
     def findings(self) -> list[str]:
         """The leak check, in words."""
         holders = Counter(slot for room in self._rooms for slot in room.slots)
+        holders.update(slot for room in self._rooms for slot in room.spares.values())
         holders.update(self.holds.slots)
         waits = sum(room.released for room in self._rooms)
         found = self.pool.check_integrity(holders) + self.holds.findings()

@@ -24,6 +24,7 @@ class VllmFleet:
     decode: WorkerProcess
     spare: WorkerProcess
     model: Path
+    etcd: str
 
 
 @pytest.fixture(scope="package")
@@ -63,7 +64,7 @@ def vllm_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFle
         ]
         for process in started:
             process.wait_ready(START_S)
-        yield VllmFleet(*started, model)
+        yield VllmFleet(*started, model, etcd.address)
 
 
 @pytest.fixture

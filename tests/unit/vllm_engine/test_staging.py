@@ -138,3 +138,65 @@ def test_a_hold_keeps_blocks(pool: Pool) -> None:
     assert staging.findings() == [f"1 blocks are held for a reader (hold {number})"]
     staging.unhold(number)
     assert staging.findings() == []
+
+
+def test_output_goes_to_a_spare_slot_and_from_there_to_the_cache(pool: Pool) -> None:
+    staging = pool.staging
+    room = staging.take(keys(1, 2), 0)
+    room.running.add(7)
+    staging.seal(room, 2)
+    slot = staging.spare(room, 7)
+    assert slot is not None
+    assert slot not in room.slots
+    assert staging.findings() == []
+    pool.write(slot, 9)
+    staging.seal_output(room, 7, keys(3)[0])
+    assert pool.stored == keys(1, 2, 3)
+    staging.release(room)
+    staging.ended(room, 7)
+    again = staging.take(keys(1, 2, 3, 4), 4)
+    assert (again.ready, again.slots[2]) == (3, slot)
+    staging.release(again)
+    assert staging.findings() == []
+
+
+def test_a_spare_slot_that_was_not_filled_comes_back_when_vllm_has_ended_the_job(pool: Pool) -> None:
+    staging = pool.staging
+    room = staging.take(keys(1, 2), 0)
+    room.running.update((7, 8))
+    spared = {staging.spare(room, 7), staging.spare(room, 8)}
+    staging.release(room)
+    assert staging.pool.available == SLOTS - 4
+    staging.ended(room, 8)
+    taken = staging.take(keys(4, 5, 6), 0)
+    assert len(spared & set(taken.slots)) == 1, "of the job that has ended"
+    staging.release(taken)
+    staging.ended(room, 7)
+    assert staging.pool.available == SLOTS
+    assert staging.findings() == []
+
+
+def test_prompts_go_before_output(pool: Pool) -> None:
+    room = pool.staging.take(keys(1, 2, 3, 4, 5, 6), 0)
+    room.running.add(7)
+    assert pool.staging.spare(room, 7) is None
+    assert pool.staging.findings() == []
+    pool.staging.release(room)
+    pool.staging.ended(room, 7)
+    assert pool.staging.pool.available == SLOTS
+
+
+def test_the_end_of_a_conversation_is_evicted_before_its_beginning(pool: Pool) -> None:
+    staging = pool.staging
+    room = staging.take(keys(1), 0)
+    room.running.add(7)
+    staging.seal(room, 1)
+    for name in (2, 3, 4):
+        staging.spare(room, 7)
+        staging.seal_output(room, 7, keys(name)[0])
+    staging.ended(room, 7)
+    staging.release(room)
+    other = staging.take(keys(*range(10, 14)), 0)
+    assert pool.removed == keys(4, 3)
+    staging.release(other)
+    assert staging.findings() == []
