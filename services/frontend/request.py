@@ -249,7 +249,8 @@ class Generation:
         self._told = told
         self._mending = asyncio.Lock()
         if work.turn is not None:
-            work.turn.bind(self._give_way, self._generating, [*work.needs, *([MERGED] if work.merged_only else [])])
+            needs = [*work.needs, *([MERGED] if work.merged_only else [])]
+            work.turn.bind(self._give_way, self._generating, needs, self._tokens)
 
     @property
     def finished(self) -> bool:
@@ -325,6 +326,9 @@ class Generation:
         """The batch lane's place is wanted: stop here and wait for another one, with what there is."""
         for leg in list(self._legs.values()):
             self.on_broken(leg, BatonError(Reason.PREEMPTED, "it gave way to others"), handback=False)
+
+    def _tokens(self) -> int:
+        return len(self.work.prompt.ids) + max(len(choice.received) for choice in self._choices)
 
     def _generating(self) -> bool:
         return bool(self._legs) and all(leg.first_token for leg in self._legs.values())

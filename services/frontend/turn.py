@@ -18,9 +18,16 @@ class Turn(Protocol):
     def placed(self) -> bool:
         """Whether it has its place."""
 
-    def bind(self, give_way: Callable[[], None], begun: Callable[[], bool], needs: Sequence[str]) -> None:
+    def bind(
+        self,
+        give_way: Callable[[], None],
+        begun: Callable[[], bool],
+        needs: Sequence[str],
+        tokens: Callable[[], int],
+    ) -> None:
         """What is called when the place is taken away: the request's attempts end, and it asks again. `begun`: whether
-        its prompt is computed, and it only generates. `needs`: what not every worker can do."""
+        its prompt is computed, and it only generates. `needs`: what not every worker can do. `tokens`: of its prompt
+        and output, or of the longest of its outputs, which not every worker has room for."""
 
     async def wait(self) -> Collection[str]:
         """Wait for a place; ids of the workers that are none. At once for one that has its place still."""

@@ -11,7 +11,7 @@ Workers that compute on the same thing (a core; a host, unless they say what the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 QUIET_S = 0.3
@@ -34,6 +34,12 @@ class Seen:
     """Outputs of other frontends' batch lanes."""
     yields: bool = False
     lacks: frozenset[str] = frozenset()
+    max_context: int = 0
+    """0: it does not say."""
+
+    def can(self, needs: Iterable[str], tokens: int) -> bool:
+        """Whether it can go on with a prompt and output of so many tokens."""
+        return self.lacks.isdisjoint(needs) and (not self.max_context or tokens < self.max_context)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Lane:
         for place in list(self._waiting):
             if place.not_before > now:
                 continue
-            able = [worker.id for worker in streaming if not worker.lacks.intersection(place.needs)]
+            able = [worker.id for worker in streaming if worker.can(place.needs, place.tokens())]
             if streaming and not able:
                 self._put(place, ANYWHERE)
                 continue
@@ -150,6 +150,7 @@ class Place:
         """`time.monotonic()`."""
         self.give_way: Callable[[], None] = lambda: None
         self.begun: Callable[[], bool] = lambda: False
+        self.tokens: Callable[[], int] = lambda: 0
         self._lane = lane
         self._has = asyncio.Event()
         self._asks = False
@@ -160,9 +161,15 @@ class Place:
         """Whether it has its place."""
         return self._has.is_set()
 
-    def bind(self, give_way: Callable[[], None], begun: Callable[[], bool], needs: Sequence[str]) -> None:
+    def bind(
+        self,
+        give_way: Callable[[], None],
+        begun: Callable[[], bool],
+        needs: Sequence[str],
+        tokens: Callable[[], int],
+    ) -> None:
         """See `Turn.bind`."""
-        self.give_way, self.begun, self.needs = give_way, begun, needs
+        self.give_way, self.begun, self.needs, self.tokens = give_way, begun, needs, tokens
 
     async def wait(self) -> Collection[str]:
         """See `Turn.wait`."""

@@ -59,6 +59,7 @@ class Look:
                     quiet_s=now - self._busy_at.get(id, -1e9),
                     others=max(0, lane - mine.get(id, 0)),
                     yields=worker.yields,
+                    max_context=worker.max_context,
                     lacks=frozenset(worker.lacks) | ({MERGED} if worker.role == registry_pb2.ROLE_DECODE else set()),
                 )
             )

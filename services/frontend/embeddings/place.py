@@ -195,7 +195,7 @@ class _InLane(_Placed):
     async def run(self) -> list[bytes]:
         """As of the others. Refusals for want of room are no failures: they come again."""
         # It generates nothing, so it never only generates: whoever wants the worker finds it left.
-        self._turn.bind(self._give_way, lambda: False, [EMBEDDINGS])
+        self._turn.bind(self._give_way, lambda: False, [EMBEDDINGS], lambda: self._group.longest)
         failures = 0
         try:
             while True:

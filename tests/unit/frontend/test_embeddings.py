@@ -110,7 +110,9 @@ async def test_of_a_pair_it_is_the_prefill_workers_work(model: Model) -> None:
 
 
 async def test_what_cannot_be_is_told_in_words(model: Model) -> None:
-    async with running(model, embedder(model)) as stack:
+    worker = embedder(model)
+    worker.lacks = ["embeddings"]
+    async with running(model, worker) as stack:
         stack.router.refusal = BatonError(Reason.INVALID_REQUEST, "LACKS: a cannot do embeddings")
         answer = await ask(stack, input="hi")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")

@@ -108,7 +108,13 @@ class Places:
         self.give_way: Callable[[], None] = lambda: None
         self.begun: Callable[[], bool] = lambda: False
 
-    def bind(self, give_way: Callable[[], None], begun: Callable[[], bool], needs: Sequence[str]) -> None:
+    def bind(
+        self,
+        give_way: Callable[[], None],
+        begun: Callable[[], bool],
+        needs: Sequence[str],
+        tokens: Callable[[], int],
+    ) -> None:
         self.give_way, self.begun = give_way, begun
 
     async def wait(self) -> Collection[str]:

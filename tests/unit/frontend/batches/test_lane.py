@@ -28,10 +28,10 @@ class World:
         self.gave_way: list[Place] = []
         self.begun: list[Place] = []
 
-    async def ask(self, outputs: int = 1, needs: Sequence[str] = ()) -> Place:
+    async def ask(self, outputs: int = 1, needs: Sequence[str] = (), tokens: int = 10) -> Place:
         """A request that waits for its place."""
         place = self.lane.turn(outputs)
-        place.bind(lambda: self.gave_way.append(place), lambda: place in self.begun, needs)
+        place.bind(lambda: self.gave_way.append(place), lambda: place in self.begun, needs, lambda: tokens)
         self.wait(place)
         await asyncio.sleep(0)
         return place
@@ -101,6 +101,15 @@ async def test_one_that_is_larger_than_all_places_runs_alone() -> None:
     world.seen = [replace(GPU, interactive=2)]
     world.lane.tick()
     assert world.gave_way == [large]
+    world.close()
+
+
+async def test_one_goes_where_there_is_room_for_its_tokens() -> None:
+    world = World(replace(GPU, max_context=100), replace(OTHER, max_context=50))
+    places = [await world.ask(tokens=tokens) for tokens in (99, 99, 99, 49, 100)]
+    world.lane.tick()
+    assert [place.worker for place in places] == ["a", "a", "", "b", ""]
+    assert [place.placed for place in places] == [True, True, False, True, True], "of the last the router knows more"
     world.close()
 
 
