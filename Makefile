@@ -13,6 +13,8 @@ JS_CLIENT := openai@7.59.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Where pip finds PyTorch's builds without CUDA, for a machine that has no GPU: make up TORCH_INDEX=URL
+TORCH_INDEX ?=
 # What `baton up` is given: make up ARGS="--http-port 8080 --decode 2"
 ARGS ?=
 # An etcd that `baton fetch` brought is found by the tests, after one of the machine's own.
@@ -21,7 +23,7 @@ export PATH := $(PATH):$(CURDIR)/.baton/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
 
 venv: $(STAMP) ## the virtual environment with everything installed
 
@@ -29,8 +31,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard protos/baton/v1/*.p
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer on the PATH; install one, or give PYTHON=..."; exit 1; }
 	@# One that was broken off while it was made has a Python, but no pip.
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { echo "error: $(PYTHON) -m venv fails; on Debian: apt-get install python3-venv"; exit 1; }
-	@echo "installing into $(VENV), 1.9 GB (some minutes the first time): torch"
-	@$(PIP) install -c constraints.txt torch==2.13.0 numpy
+	@echo "installing into $(VENV), 1.9 GB, or 6 with CUDA (some minutes the first time): torch"
+	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch==2.13.0 numpy
 	@echo "installing NIXL (UCX)"
 	@# without its dependencies: they would bring another torch
 	@$(PIP) install --no-deps nixl-cu12==1.5.1

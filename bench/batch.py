@@ -167,7 +167,7 @@ def compare(without: dict[str, float], beside: dict[str, float], alone_tok_s: fl
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="batch", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench batch", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--turns", type=int, default=3, help="measured turns with and without a batch")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of a turn")

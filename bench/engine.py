@@ -220,7 +220,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object: bf16's figures, f32's under `f32`."""
-    parser = argparse.ArgumentParser(prog="engine", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench engine", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", default="", help="a .gguf file or a safetensors directory; default: the laptop's")

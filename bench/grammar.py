@@ -139,7 +139,7 @@ async def rates(model: Path, rounds: int) -> tuple[float, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="grammar", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench grammar", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", default="", help="a .gguf file or a safetensors directory; default: the laptop's")

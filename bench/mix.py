@@ -157,7 +157,7 @@ def _said(f: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="mix", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench mix", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--turns", type=int, default=2, help="measured turns of each setup in each mix")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of a turn")

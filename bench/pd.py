@@ -287,7 +287,7 @@ def plot(results: dict[str, list[Turn]], path: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="pd", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench pd", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--turns", type=int, default=5, help="measured turns of each way")
     parser.add_argument("--seconds", type=float, default=25.0, help="length of a turn")

@@ -258,7 +258,7 @@ def show(result: dict[str, object]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="route", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench route", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=1_000_000)

@@ -107,7 +107,7 @@ def show(title: str, found: dict[str, Figures]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="routing", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench routing", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--traces", type=Path, default=traces_folder(), help="folder of the traces")
     parser.add_argument("--large-s", type=float, default=180.0, help="seconds of trace at 1,000 nodes; 0 leaves it out")

@@ -86,7 +86,7 @@ def show(runs: Runs) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="sweep", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench sweep", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--traces", type=Path, default=traces_folder(), help="folder of the traces")
     parser.add_argument("--trace", default="mooncake_conversation")

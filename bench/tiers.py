@@ -251,7 +251,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="tiers", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench tiers", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--tokens", type=int, default=1000, help="length of the shared prefix")
     parser.add_argument("--prompts", type=int, default=7, help="prefixes for each figure")

@@ -205,7 +205,7 @@ def show(seconds: Seconds, result: dict[str, object]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="transport", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench transport", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args(argv)

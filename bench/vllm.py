@@ -143,7 +143,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="vllm", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="baton bench vllm", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}")
     parser.add_argument("--turns", type=int, default=5, help="measured turns of each side")

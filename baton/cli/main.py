@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -55,6 +56,22 @@ app = typer.Typer(
 app.add_typer(kv.app, name="kv")
 app.add_typer(sglang.app, name="sglang")
 app.add_typer(model_app, name="model")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"baton {version('baton')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    shown: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print it and end.")
+    ] = False,
+) -> None:
+    pass
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")]
 
@@ -206,7 +223,7 @@ def status(as_json: Json = False) -> None:
                 str(row.pid),
                 row.address.removeprefix("127.0.0.1"),
                 f"[{'green' if alive else 'red'}]{row.state}[/]",
-                f"{row.rss_bytes / 2**20:.0f} MiB",
+                f"{row.memory_bytes / 2**20:.0f} MiB",
                 f"{row.cpu_percent:.1f}%",
                 seconds(row.uptime_s),
                 seen(row),

@@ -16,6 +16,8 @@ from baton.cli.vllm_env import vllm_python
 from baton.model.errors import ModelError
 from baton.model.files import open_model
 
+_AS_IN = "as in --upstream http://127.0.0.1:8080/v1"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -46,7 +48,9 @@ def command(home: Home, asked: Asked, more: Sequence[str]) -> list[str]:
 
 def _openai(asked: Asked, frontend: Record | None) -> list[str]:
     if not asked.upstream:
-        raise CliError("--engine openai needs --upstream", "as in --upstream http://127.0.0.1:8080/v1")
+        raise CliError("--engine openai needs --upstream", _AS_IN)
+    if not asked.upstream.startswith(("http://", "https://")):
+        raise CliError(f"--upstream {asked.upstream!r} is no http:// or https:// URL", _AS_IN)
     tokenizer = asked.tokenizer or _flag(frontend, "--model")
     if not tokenizer:
         raise CliError("the upstream's tokenizer is not known", "--tokenizer DIR, or start with `baton up`")

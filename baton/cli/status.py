@@ -30,7 +30,8 @@ class Row:
     pid: int
     address: str
     state: str
-    rss_bytes: int = 0
+    memory_bytes: int = 0
+    """Of the process and its children; what they share counts once."""
     cpu_percent: float = 0.0
     uptime_s: float = 0.0
     log: str = ""
@@ -102,7 +103,7 @@ def _row(record: Record, process: psutil.Process | None) -> Row:
     try:
         stopped = process.status() == psutil.STATUS_STOPPED
         row.state = "stopped" if stopped else "running" if record.ready else "starting"
-        row.rss_bytes = sum(_rss(p) for p in [process, *children_of(process)])
+        row.memory_bytes = sum(_pss(p) for p in [process, *children_of(process)])
         row.uptime_s = round(time.time() - record.started, 1)
     except psutil.Error:
         row.state = "dead"
@@ -131,8 +132,9 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return total
 
 
-def _rss(process: psutil.Process) -> int:
+def _pss(process: psutil.Process) -> int:
+    """Pages that several processes have are shared among them: a worker's pool is its engine's too."""
     try:
-        return int(process.memory_info().rss)
+        return int(process.memory_full_info().pss)
     except psutil.Error:
         return 0

@@ -135,7 +135,8 @@ def _same_options(home: Home, options: Options, anything: bool) -> None:
     except (OSError, ValueError):
         return
     if changed := options.differences(before):
-        raise CliError(f"already running with other options ({'; '.join(changed)})", "run `baton down` first")
+        told = "; ".join(changed)
+        raise CliError(f"already running with other options ({told})", "run `make down` or `baton down` first")
 
 
 def _etcd(

@@ -120,7 +120,7 @@ def test_status_shows_each_process(stack: tuple[Cli, dict[str, Any]]) -> None:
     for row in rows.values():
         assert row["state"] == "running"
         assert row["address"].startswith("127.0.0.1:")
-        assert row["rss_bytes"] > 0
+        assert row["memory_bytes"] > 0
         assert psutil.pid_exists(row["pid"])
     for name in ("prefill-1", "decode-1", "merged-1"):
         assert rows[name]["router"]["state"] == "serving"

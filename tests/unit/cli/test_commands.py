@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -118,6 +119,19 @@ def test_cli_imports_no_service_and_no_torch() -> None:
     code += "print([m for m in sys.modules if m.split('.')[0] in ('services', 'torch', 'transformers')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_version_is_told() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"baton {version('baton')}\n")
+
+
+def test_an_upstream_that_is_no_url_is_refused_at_once() -> None:
+    done = CliRunner().invoke(
+        app, ["merged", "--engine", "openai", "--etcd", "127.0.0.1:1", "--model", "m", "--upstream", "x"]
+    )
+    assert done.exit_code == 1
+    assert "--upstream 'x' is no http:// or https:// URL" in done.stderr
 
 
 def test_options_and_flags_agree() -> None:
