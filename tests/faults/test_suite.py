@@ -94,9 +94,18 @@ def test_a_pause_belongs_to_the_fault_of_the_worker_that_was_lost(tmp_path: Path
         done(3, Kind.KILL, "d1", now + 50.0, now + 52.0),
         done(4, Kind.STOP, "router", now + 49.5, now + 52.0),
         done(5, Kind.STOP, "frontend-2", now + 31.4, now + 35.0),
+        done(6, Kind.FREEZE, "d3", now + 60.0, now + 61.3),
+        done(7, Kind.KILL, "d3", now + 61.35, now + 62.0),
     ]
     log = tmp_path / "frontend.log"
-    lines = [("a", 2.0, "d1"), ("b", 50.1, "d1"), ("c", 31.42, "d2"), ("d", 10.0, "d1")]
+    lines = [
+        ("a", 2.0, "d1"),
+        ("b", 50.1, "d1"),
+        ("c", 31.42, "d2"),
+        ("d", 10.0, "d1"),
+        ("e", 61.4, "d3"),
+        ("f", 61.4, "d3"),
+    ]
     log.write_text(
         "not JSON\n"
         + "".join(
@@ -119,13 +128,15 @@ def test_a_pause_belongs_to_the_fault_of_the_worker_that_was_lost(tmp_path: Path
         stream("b", now + 49.9, now + 51.3),
         stream("c", now + 31.3, now + 31.4, now + 31.9, now + 36.0),  # nothing moved it in its second gap
         stream("d", now + 9.9, now + 10.4),
+        stream("e", now + 60.1, now + 61.8),  # it stood still before it was killed
+        stream("f", now + 61.33, now + 61.8),
     ]
     found = pauses(faults, streams, moves([log]), prefill_tok_s=1000.0)
-    work = [0.062, 0.061, 0.062, 0.061]  # prompt and tokens so far, at 1000 tokens a second
-    assert [pause.way for pause in found] == ["stop", "several", "kill", "none"]
+    work = [0.062, 0.061, 0.062, 0.061, 0.061, 0.061]  # prompt and tokens so far, at 1000 tokens a second
+    assert [pause.way for pause in found] == ["stop", "several", "kill", "none", "several", "kill"]
     assert [pause.work_s for pause in found] == pytest.approx(work)
     gaps = [pause.seconds + pause.work_s for pause in found]
-    assert gaps == pytest.approx([1.6, 1.4, 0.5, 0.5], abs=1e-3)
+    assert gaps == pytest.approx([1.6, 1.4, 0.5, 0.5, 1.7, 0.47], abs=1e-3)
     assert "lost again" in str(found[1])
 
 

@@ -100,16 +100,19 @@ def pauses(
             inside = [move for move in moves.get(stream.uid, ()) if before <= move.at <= after]
             if not inside or after - before < GAP_S:
                 continue
-            ways = {_way(move, faults) for move in inside}
+            ways = {_way(move, faults, before) for move in inside}
             way = ways.pop() if len(ways) == 1 and not _others(inside, faults, before, after) else "several"
             work = (stream.prompt_tokens + emitted) / prefill_tok_s
             found.append(Pause(way, max(0.0, after - before - work), work, inside))
     return found
 
 
-def _way(move: Move, faults: Sequence[Done]) -> str:
-    """What was done last to the worker that `move` lost, if it had not long been undone."""
+def _way(move: Move, faults: Sequence[Done], before: float) -> str:
+    """What was done last to the worker that `move` lost, if it had not long been undone; "several" when it already
+    stood still, from `before` on, because of something else."""
     theirs = [d for d in faults if move.lost in d.places and d.began <= move.at <= d.ended + AFTER_S]
+    if len([d for d in theirs if d.ended >= before]) > 1:
+        return "several"
     return _AFTER.get(theirs[-1].fault.kind, "none") if theirs else "none"
 
 
