@@ -24,6 +24,8 @@ from baton.cli.home import HOME, Home, project_root
 MARK = "BATON_STARTED_FOR"
 _ONE_PROCESS = {"BATON_ID", "BATON_PORT", "BATON_METRICS_PORT"}
 """Settings that can be meant for one process only; all of a run would take the same port."""
+_BEGIN = "\n--- "
+"""Where a process' part of its log begins."""
 KILL_S = 10.0
 """How long a killed process may take to be gone."""
 
@@ -96,7 +98,7 @@ def spawn(
     environment = {k: v for k, v in os.environ.items() if k not in _ONE_PROCESS}
     environment |= {MARK: str(home.root), "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as err, (home.run / f"{name}.out").open("wb") as out:
-        err.write(f"--- {time.strftime('%F %T')} {' '.join(command)}\n".encode())
+        err.write(f"{_BEGIN[1:]}{time.strftime('%F %T')} {' '.join(command)}\n".encode())
         err.flush()
         process = subprocess.Popen(
             command,
@@ -132,12 +134,13 @@ def ready_line(home: Home, name: str) -> dict[str, object] | None:
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last lines of a log."""
+    """The last lines of a log, of the latest process that wrote it."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 400 * lines))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            written = f"\n{file.read().decode(errors='replace')}".rpartition(_BEGIN)[2]
+            return "\n".join(written.strip("\n").splitlines()[-lines:])
     except OSError:
         return ""
 

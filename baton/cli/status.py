@@ -12,7 +12,7 @@ from baton.cli.home import Home
 from baton.cli.process import Record, children_of, process_of, records
 from baton.cli.rpc import ask, running
 from baton.cli.stack import STOP_ORDER
-from baton.v1 import router_pb2, router_pb2_grpc
+from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc
 
 SAMPLE_S = 0.5
 """How long CPU use is measured."""
@@ -21,8 +21,8 @@ VIEW_S = 3.0
 
 @dataclass
 class Row:
-    """One process. CPU and memory include its children (the engine). `router` is empty for what no router sees,
-    `engine` too."""
+    """One process. CPU and memory include its children (the engine); they are 0 for a worker that joined the run.
+    `router` is empty for what no router sees, `engine` too."""
 
     name: str
     role: str
@@ -83,6 +83,8 @@ def status(home: Home) -> Status:
             row.engine = view.worker.engine
             row.router = _seen(view)
         rows.append(row)
+    ours = {record.id for record in known}
+    rows += [_joined(view) for id, view in sorted(views.items()) if id not in ours]
     return Status(rows, registry if rows else "")
 
 
@@ -108,6 +110,24 @@ def _row(record: Record, process: psutil.Process | None) -> Row:
     except psutil.Error:
         row.state = "dead"
     return row
+
+
+def _joined(view: router_pb2.WorkerView) -> Row:
+    """One that this run did not start: what it registered is all that is known of it."""
+    worker = view.worker
+    role = registry_pb2.Role.Name(worker.role).removeprefix("ROLE_").lower()
+    return Row(
+        worker.id,
+        role,
+        worker.id,
+        worker.pid,
+        worker.address,
+        "running",
+        uptime_s=round(time.time() - worker.started, 1),
+        metrics=worker.metrics_url,
+        engine=worker.engine,
+        router=_seen(view),
+    )
 
 
 def _seen(view: router_pb2.WorkerView) -> dict[str, object]:

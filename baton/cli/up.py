@@ -69,6 +69,8 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
         _same_options(home, options, bool(alive))
         if "frontend" not in alive:
             need_free(options.http_port, "HTTP", "another one with --http-port")
+        if "etcd" not in alive:
+            need_free(options.etcd_port, "etcd", "another one with --etcd-port")
         model = find_model(home, options.model, lambda text: progress.step("model", text))
         python = sys.executable
         if options.engine == "vllm":
@@ -151,7 +153,6 @@ def _etcd(
     if "etcd" in alive:
         progress.step("etcd", "ready")
         return int(alive["etcd"].address.rsplit(":", 1)[1])
-    need_free(options.etcd_port, "etcd", "another one with --etcd-port")
     # Services that still run find etcd where it was.
     before = [record for record in records(home) if record.name == "etcd" and record.address]
     port = options.etcd_port or (int(before[0].address.rsplit(":", 1)[1]) if before and alive else free_port())

@@ -133,6 +133,14 @@ def test_tail_reads_the_end(tmp_path: Path) -> None:
     assert tail(tmp_path / "none", 2) == ""
 
 
+def test_tail_is_of_the_latest_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("--- 2026-01-01 a\none\n--- 2026-01-02 b\ntwo\n--- 2026-01-03 c\n")
+    assert tail(log, 5) == "2026-01-03 c"
+    log.write_text("--- 2026-01-01 a\none\n")
+    assert tail(log, 5) == "2026-01-01 a\none"
+
+
 def test_only_one_at_a_time(home: Home) -> None:
     with home.locked(), pytest.raises(CliError, match="another"), home.locked():
         pass
