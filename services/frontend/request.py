@@ -29,7 +29,7 @@ from services.frontend.prompt import Prompt, Prompts
 from services.frontend.route import RouterClient
 from services.frontend.session import Session
 from services.frontend.sessions import Sessions
-from services.frontend.turn import MERGED, Turn
+from services.frontend.turn import MERGED, Asking, Turn
 
 MAX_FAILURES = 6
 """Attempts in a row of one output that may fail without one new token."""
@@ -250,7 +250,7 @@ class Generation:
         self._mending = asyncio.Lock()
         if work.turn is not None:
             needs = [*work.needs, *([MERGED] if work.merged_only else [])]
-            work.turn.bind(self._give_way, self._generating, needs, self._tokens)
+            work.turn.bind(Asking(self._give_way, self._generating, needs, self._tokens))
 
     @property
     def finished(self) -> bool:

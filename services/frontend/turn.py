@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import Reason
 
 MERGED = "merged"
 """A need: the prompt is computed where the output is."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a place has to know of its request."""
+
+    give_way: Callable[[], None]
+    """Called when the place is taken away: the request's attempts end, and it asks again."""
+    begun: Callable[[], bool]
+    """Whether its prompt is computed, and it only generates."""
+    needs: Sequence[str]
+    """What not every worker can do."""
+    tokens: Callable[[], int]
+    """Of its prompt and output, or of the longest of its outputs: not every worker has room for them."""
 
 
 class Turn(Protocol):
@@ -18,16 +33,8 @@ class Turn(Protocol):
     def placed(self) -> bool:
         """Whether it has its place."""
 
-    def bind(
-        self,
-        give_way: Callable[[], None],
-        begun: Callable[[], bool],
-        needs: Sequence[str],
-        tokens: Callable[[], int],
-    ) -> None:
-        """What is called when the place is taken away: the request's attempts end, and it asks again. `begun`: whether
-        its prompt is computed, and it only generates. `needs`: what not every worker can do. `tokens`: of its prompt
-        and output, or of the longest of its outputs, which not every worker has room for."""
+    def bind(self, asking: Asking) -> None:
+        """Who asks, before it waits."""
 
     async def wait(self) -> Collection[str]:
         """Wait for a place; ids of the workers that are none. At once for one that has its place still."""

@@ -15,12 +15,14 @@ from collections.abc import Callable, Collection, Sequence
 from baton.errors import Reason
 from services.frontend.batches.idle import Room, Seen, rooms
 from services.frontend.batches.metrics import BatchMetrics
+from services.frontend.turn import Asking
 
 TICK_S = 0.02
 BACKOFF_S = (0.1, 2.0)
 ANYWHERE = ""
 """The place of a request that no worker could run: the router says so."""
 MOST_LINES = 1024
+NOBODY = Asking(lambda: None, lambda: False, (), lambda: 0)
 
 
 class Lane:
@@ -95,12 +97,12 @@ class Lane:
                 continue
             # One may be larger than all the places that there are.
             fits = used[place.worker] <= left.keep or (left.keep and used[place.worker] == place.outputs)
-            if fits and (left.prompts or place.begun()):
+            if fits and (left.prompts or place.asking.begun()):
                 continue
             used[place.worker] -= place.outputs
             self._metrics.gave_way.inc()
             self.give_back(place)
-            place.give_way()
+            place.asking.give_way()
 
     def _give(self, seen: Sequence[Seen], room: dict[str, Room]) -> None:
         used = self.used()
@@ -109,7 +111,7 @@ class Lane:
         for place in list(self._waiting):
             if place.not_before > now:
                 continue
-            able = [worker.id for worker in streaming if worker.can(place.needs, place.tokens())]
+            able = [worker.id for worker in streaming if worker.can(place.asking.needs, place.asking.tokens())]
             if streaming and not able:
                 self._put(place, ANYWHERE)
                 continue
@@ -144,13 +146,10 @@ class Place:
 
     def __init__(self, lane: Lane, outputs: int) -> None:
         self.outputs = outputs
-        self.needs: Sequence[str] = ()
+        self.asking = NOBODY
         self.worker = ANYWHERE
         self.not_before = 0.0
         """`time.monotonic()`."""
-        self.give_way: Callable[[], None] = lambda: None
-        self.begun: Callable[[], bool] = lambda: False
-        self.tokens: Callable[[], int] = lambda: 0
         self._lane = lane
         self._has = asyncio.Event()
         self._asks = False
@@ -161,15 +160,9 @@ class Place:
         """Whether it has its place."""
         return self._has.is_set()
 
-    def bind(
-        self,
-        give_way: Callable[[], None],
-        begun: Callable[[], bool],
-        needs: Sequence[str],
-        tokens: Callable[[], int],
-    ) -> None:
+    def bind(self, asking: Asking) -> None:
         """See `Turn.bind`."""
-        self.give_way, self.begun, self.needs, self.tokens = give_way, begun, needs, tokens
+        self.asking = asking
 
     async def wait(self) -> Collection[str]:
         """See `Turn.wait`."""

@@ -21,7 +21,7 @@ from baton.errors import BatonError, Reason
 from baton.rpc.errors import from_failure, from_rpc
 from baton.v1 import router_pb2, worker_pb2
 from services.frontend.request import Backend
-from services.frontend.turn import Turn
+from services.frontend.turn import Asking, Turn
 
 GROUP_INPUTS = 64
 GROUP_TOKENS = 2048
@@ -195,7 +195,7 @@ class _InLane(_Placed):
     async def run(self) -> list[bytes]:
         """As of the others. Refusals for want of room are no failures: they come again."""
         # It generates nothing, so it never only generates: whoever wants the worker finds it left.
-        self._turn.bind(self._give_way, lambda: False, [EMBEDDINGS], lambda: self._group.longest)
+        self._turn.bind(Asking(self._give_way, lambda: False, [EMBEDDINGS], lambda: self._group.longest))
         failures = 0
         try:
             while True:

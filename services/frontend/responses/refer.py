@@ -15,7 +15,7 @@ import msgspec
 
 from baton.errors import BatonError, Reason
 from services.frontend.errors import invalid
-from services.frontend.responses.store import ResponseStore, listed
+from services.frontend.responses.store import ResponseStore, listed, with_ids
 
 Item = dict[str, Any]
 _OWNER = re.compile(r"[a-z]+_([0-9a-f]{24})[io][0-9]+")
@@ -29,13 +29,7 @@ class Earlier(msgspec.Struct):
     items: dict[str, Item] = msgspec.field(default_factory=dict)
 
 
-class _Identified(msgspec.Struct):
-    id: str
-
-
 _encode = msgspec.json.Encoder().encode
-_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_id = msgspec.json.Decoder(_Identified).decode
 read_earlier = msgspec.json.Decoder(Earlier).decode
 read_references = msgspec.json.Decoder(list[str]).decode
 
@@ -98,4 +92,4 @@ def _items_of(store: ResponseStore, uid: str) -> dict[str, msgspec.Raw]:
         kept = store.get(f"resp_{uid}")
     except BatonError:
         return {}
-    return {_id(item).id: item for item in _raws(listed(tuple(part for part in (kept.items, kept.output) if part)))}
+    return dict(with_ids(listed((kept.items, kept.output))))

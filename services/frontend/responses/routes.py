@@ -28,7 +28,7 @@ from services.frontend.responses.format import PREFIX, Final, ResponseFormat
 from services.frontend.responses.items import identified
 from services.frontend.responses.refer import earlier_of, read_references, stored
 from services.frontend.responses.run import Run
-from services.frontend.responses.store import Kept, ResponseStore
+from services.frontend.responses.store import Kept, ResponseStore, with_ids
 
 PATH = "/v1/responses"
 PAGE, MAX_PAGE = 20, 100
@@ -184,18 +184,10 @@ class Responses:
         return _json(_encode(format.object("queued")))
 
 
-class _Identified(msgspec.Struct):
-    id: str
-
-
-_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_id = msgspec.json.Decoder(_Identified).decode
-
-
 def _page(items: bytes, limit: int, newest_first: bool, after: str | None) -> bytes:
     """One page of items. Raises BatonError(INVALID_REQUEST): `after` is none of them."""
-    found = _raws(items)
-    ids = [_id(item).id for item in found]
+    found = with_ids(items)
+    ids = [id for id, _ in found]
     order = list(range(len(ids)))
     if newest_first:
         order.reverse()
@@ -207,7 +199,7 @@ def _page(items: bytes, limit: int, newest_first: bool, after: str | None) -> by
     return _encode(
         {
             "object": "list",
-            "data": [found[i] for i in page],
+            "data": [found[i][1] for i in page],
             "first_id": ids[page[0]] if page else None,
             "last_id": ids[page[-1]] if page else None,
             "has_more": len(order) > len(page),

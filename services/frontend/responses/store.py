@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 from prometheus_client import Counter, Gauge
 
 from baton.errors import BatonError, Reason
@@ -156,6 +157,19 @@ class ResponseStore:
             if not self._holders[id(part)]:
                 del self._holders[id(part)]
                 self.bytes -= len(part)
+
+
+class _Identified(msgspec.Struct):
+    id: str
+
+
+_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_id = msgspec.json.Decoder(_Identified).decode
+
+
+def with_ids(items: bytes) -> list[tuple[str, msgspec.Raw]]:
+    """The items of a JSON list, each behind its id."""
+    return [(_id(item).id, item) for item in _raws(items)]
 
 
 def listed(parts: tuple[bytes, ...]) -> bytes:

@@ -23,6 +23,7 @@ from services.frontend.request import Backend, Broken, Generation, Item, Output,
 from services.frontend.route import RouterClient
 from services.frontend.session import Sink
 from services.frontend.sessions import Sessions
+from services.frontend.turn import Asking
 
 LENGTH = 12
 
@@ -108,14 +109,8 @@ class Places:
         self.give_way: Callable[[], None] = lambda: None
         self.begun: Callable[[], bool] = lambda: False
 
-    def bind(
-        self,
-        give_way: Callable[[], None],
-        begun: Callable[[], bool],
-        needs: Sequence[str],
-        tokens: Callable[[], int],
-    ) -> None:
-        self.give_way, self.begun = give_way, begun
+    def bind(self, asking: Asking) -> None:
+        self.give_way, self.begun = asking.give_way, asking.begun
 
     async def wait(self) -> Collection[str]:
         return ()

@@ -14,6 +14,7 @@ from baton.errors import Reason
 from services.frontend.batches.idle import Seen
 from services.frontend.batches.lane import Lane, Place
 from services.frontend.batches.metrics import BatchMetrics
+from services.frontend.turn import Asking
 
 GPU = Seen("a", "host/gpu:0", streams=2, interactive=0, quiet_s=1e9, yields=True)
 OTHER = replace(GPU, id="b", shares="host/gpu:1", streams=3)
@@ -31,7 +32,7 @@ class World:
     async def ask(self, outputs: int = 1, needs: Sequence[str] = (), tokens: int = 10) -> Place:
         """A request that waits for its place."""
         place = self.lane.turn(outputs)
-        place.bind(lambda: self.gave_way.append(place), lambda: place in self.begun, needs, lambda: tokens)
+        place.bind(Asking(lambda: self.gave_way.append(place), lambda: place in self.begun, needs, lambda: tokens))
         self.wait(place)
         await asyncio.sleep(0)
         return place
