@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import typer
@@ -16,7 +19,7 @@ from baton.cli import kv, model, sglang
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.main import app
-from baton.cli.ports import is_free, need_free
+from baton.cli.ports import free_port, is_free, need_free
 from baton.cli.stack import Options
 
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
@@ -111,6 +114,27 @@ def test_port_in_use_names_port_and_holder() -> None:
         assert "--http-port" in caught.value.hint
     assert is_free(port)
     need_free(0, "HTTP", "")
+
+
+def test_processes_that_ask_at_once_are_given_different_ports(tmp_path: Path) -> None:
+    """Between the asking and the server's start the port is free for anyone who looks."""
+    code = "from baton.cli.ports import free_port\nprint(*[free_port() for _ in range(300)])"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    asking = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    given = [port for process in asking for port in process.communicate(timeout=120)[0].split()]
+    assert len(given) == len(set(given)) == 900
+
+
+def test_a_spoilt_record_of_ports_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    record = tmp_path / f"baton-ports-{os.getuid()}"
+    for spoilt in (b"", b"\xff\x00", b"-1", b"9" * 5000):
+        record.write_bytes(spoilt)
+        assert is_free(free_port())
+        assert free_port() != free_port()
 
 
 def test_cli_imports_no_service_and_no_torch() -> None:
