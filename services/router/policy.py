@@ -182,7 +182,7 @@ def _cross(
     with the other prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
     if len(decodes) == 1:
         return [pair(prefill, decodes[0]) for prefill in prefills]
-    sides = [prefill_side(prefill, ask, parameters) for prefill in prefills]
+    sides = [prefill_side(prefill, ask) for prefill in prefills]
     least = min(sides)
     equal = [prefill for prefill, side in zip(prefills, sides, strict=True) if side == least]
     first = equal[0] if len(equal) == 1 else min(equal, key=lambda p: _spread(ask.uid, p.id))
