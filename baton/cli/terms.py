@@ -13,9 +13,9 @@ TERMS = {
     "prefill": "computing the part of the prompt that is not cached",
     "load": "reading the part of it that the KV store has",
     "transfer": "handing its KV over from the prefill to the decode worker",
-    "stall": "what streams that run there already stand still while it is computed",
-    "batch": "what the other streams there add to the steps of this one",
-    "interference": "what later prompts that are computed there will hold this stream up",
+    "stall": "how long streams that run there already stand still or are slowed while it is computed, weighted",
+    "batch": "what the other streams there add to the steps of this one, and it to theirs",
+    "interference": "what later prompts that are computed there will hold this stream up, and it those of neighbours",
 }
 """In seconds of cost each, shown as milliseconds; `batch` and `interference` are for the whole expected answer."""
 
