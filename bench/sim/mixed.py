@@ -32,6 +32,8 @@ REPORT_S = 0.1
 MAX_STREAMS = 32
 FILL = 0.25
 """Of a turn: how long requests come before it is measured."""
+REST = 5.0
+"""Of a turn: how long a setup rests after it, while the others are measured."""
 LINK_BYTES_S = 1e9
 BLOCK_TOKENS, BLOCK_BYTES = 32, 737_280
 PD_CHUNK = 256
@@ -126,7 +128,7 @@ class Setup:
 
 
 def turn(setup: Setup, mix: Mix, idle: Idle, seed: int, seconds: float) -> Turn:
-    """Let requests come for a quarter of `seconds`, then measure for `seconds`, then wait for the last of them."""
+    """Let requests come for a quarter of `seconds`, then measure for `seconds`, wait for the last of them, and rest."""
     fill, began, chance = FILL * seconds, setup.cores.now, random.Random(seed)
     before: list[Answer] = []
     chats: list[Answer] = []
@@ -138,6 +140,7 @@ def turn(setup: Setup, mix: Mix, idle: Idle, seed: int, seconds: float) -> Turn:
         _send(setup, mix, arrival, answer, chance)
     while not setup.cores.idle():
         setup.wait(setup.cores.now + REPORT_S)
+    setup.wait(setup.cores.now + REST * seconds)
     return turn_of(chats, documents, before, began + fill, began + fill + seconds, idle)
 
 

@@ -11,7 +11,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.router.costs import WorkerState
+from services.router.costs import PREFILL, WorkerState
+
+ASSUMED_SHARE = 0.4
+"""Of its time a prefill worker is taken to compute prompts, at least: it is there because they come, and a stream that is
+put beside it after a rest, when none did lately, stays when they do."""
 
 
 def with_neighbours(states: Sequence[WorkerState]) -> Sequence[WorkerState]:
@@ -33,5 +37,9 @@ def _told(state: WorkerState, group: Sequence[WorkerState]) -> WorkerState:
         state,
         beside_streams=sum(other.streams for other in others),
         beside_queue_s=sum(other.queued_tokens / other.prefill_tok_s for other in others),
-        beside_share=min(1.0, sum(other.prefill_share for other in others)),
+        beside_share=min(1.0, sum(_share(other) for other in others)),
     )
+
+
+def _share(other: WorkerState) -> float:
+    return max(other.prefill_share, ASSUMED_SHARE) if other.role is PREFILL else other.prefill_share

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.costs import Parameters, Role, WorkerState, own_cost, pair_cost, shared_seconds
-from services.router.devices import with_neighbours
+from services.router.devices import ASSUMED_SHARE, with_neighbours
 from services.router.policy import Choice, Mode, candidates, choose
 from tests.unit.router.test_policy import ask, rate, worker
 
@@ -53,6 +53,11 @@ def test_each_is_told_of_the_time_that_the_others_spend_on_prompts() -> None:
     assert [state.beside_share for state in told] == pytest.approx([0.6, 1.0, 0.9])
 
 
+def test_a_prefill_worker_that_rests_is_expected_to_compute_again() -> None:
+    prefill, merged = with_neighbours([worker(Role.PREFILL, device="d"), worker(Role.MERGED, device="d")])
+    assert (prefill.beside_share, merged.beside_share) == (0.0, ASSUMED_SHARE)
+
+
 def test_a_stream_and_the_prompts_beside_it_wait_for_each_other() -> None:
     decoding_s = ask().output_tokens * worker(Role.MERGED).step_s
     beside = worker(Role.MERGED, beside_share=0.5)
@@ -92,7 +97,8 @@ def test_a_short_prompt_does_not_go_beside_a_busy_prefill() -> None:
     """Behind 2 s of queue it goes elsewhere: where fewest streams suffer, and a share of the core is a loss too."""
     assert mode_of(two_cores(), 24) is Mode.DISAGGREGATED
     assert mode_of(two_cores(queued=1000.0), 24) is Mode.LOCAL
-    assert mode_of(two_cores(queued=1000.0, decode_streams=4), 24) is Mode.MERGED
+    assert mode_of(two_cores(queued=1000.0, decode_streams=4), 24) is Mode.LOCAL
+    assert mode_of(two_cores(queued=1000.0, decode_streams=30), 24) is Mode.MERGED
     busy = [replace(state, prefill_share=0.5) if state.role is Role.PREFILL else state for state in two_cores(1000.0)]
     assert mode_of(with_neighbours([*busy[:1], replace(busy[1], streams=4), busy[2]]), 24) is Mode.LOCAL
 
