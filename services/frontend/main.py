@@ -27,6 +27,7 @@ from services.frontend.drain import Requests
 from services.frontend.embeddings.make import make, read_inputs
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Gate
+from services.frontend.lately import LONG_AWAY_S
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import BodyReader
 from services.frontend.ready import CardKeeper, Readiness
@@ -130,7 +131,7 @@ async def _with_batches(process: Process, settings: FrontendSettings, frontend: 
     lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, metrics)
     answerer = Answerer(
         lambda body, uid, chat, timeout_s: frontend.prepare(body, uid, chat=chat, timeout_s=timeout_s, turns=lane.turn),
-        lambda body: read_inputs(frontend, body),
+        lambda body: read_inputs(frontend, body, LONG_AWAY_S),
         lambda inputs, uid, timeout_s: make(frontend, inputs, uid, time.time() + timeout_s, lane.turn),
         metrics,
     )
