@@ -25,6 +25,7 @@ from services.frontend.reader import BodyReader
 from services.frontend.ready import Readiness
 from services.frontend.request import Backend
 from services.frontend.respond import Prepared
+from services.frontend.responses.store import ResponseStore
 from services.frontend.sampling import make_sampling, output_budget
 from services.frontend.schema import Options
 from services.frontend.turn import Turn
@@ -47,6 +48,7 @@ class Frontend:
     client_stall_s: float
     max_body_bytes: int
     created: int
+    responses: ResponseStore
     requests: Requests = field(default_factory=Requests)
     api_keys: ApiKeys | None = None
     """Who may ask; None: everybody."""
