@@ -58,7 +58,7 @@ async def test_a_prompt_that_fills_the_prefills_context_is_answered_whole(stack:
 
 
 async def test_lines_wait_for_the_only_worker_with_room_for_them(stack: Stack) -> None:
-    """However often they are refused meanwhile: six times was the end of an embedding."""
+    """However often they are refused meanwhile."""
     asked = {
         "/v1/embeddings": {"input": [9] * 700},
         "/v1/completions": {"prompt": [9] * 700, "max_tokens": 4, "temperature": 0, "ignore_eos": True},
