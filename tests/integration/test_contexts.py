@@ -70,7 +70,7 @@ async def test_lines_wait_for_the_only_worker_with_room_for_them(stack: Stack) -
             line = {"custom_id": "one", "method": "POST", "url": url, "body": {"model": SERVED, **body}}
             batches.append(await start(client, [line], url))
         # Each of them alone: 0.1 s to 2 s between two refusals.
-        until(lambda: refusals(stack) >= 2 * 8)
+        until(lambda: refusals(stack) >= 2 * 6)
         stack.launch("decode-1").wait_ready()
         for batch in batches:
             over = await ended(client, batch.id)
