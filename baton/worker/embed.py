@@ -42,7 +42,7 @@ class Embeddings:
         """The vector of each input, in order. Raises BatonError with nothing left behind; cancelling stops it."""
         context = self._context
         context.check_serving()
-        context.check_moving(Reason.ENGINE_FAILED)
+        context.check_moving(Reason.DECODE_UNAVAILABLE)
         context.check_card(request.card)
         if sum(batch == request.batch for _, batch in self._calls) >= MAX_WAITING:
             raise BatonError(Reason.NO_CAPACITY, f"{MAX_WAITING} calls for embeddings are here already")

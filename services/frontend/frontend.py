@@ -19,11 +19,13 @@ from services.frontend.detokenise import Show
 from services.frontend.drain import Requests
 from services.frontend.explain import explain
 from services.frontend.gate import Gate
+from services.frontend.lately import AWAY_S, LONG_AWAY_S
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import BodyReader
 from services.frontend.ready import Readiness
 from services.frontend.request import Backend
 from services.frontend.respond import Prepared
+from services.frontend.responses.store import ResponseStore
 from services.frontend.sampling import make_sampling, output_budget
 from services.frontend.schema import Options
 from services.frontend.turn import Turn
@@ -46,6 +48,7 @@ class Frontend:
     client_stall_s: float
     max_body_bytes: int
     created: int
+    responses: ResponseStore
     requests: Requests = field(default_factory=Requests)
     api_keys: ApiKeys | None = None
     """Who may ask; None: everybody."""
@@ -54,9 +57,11 @@ class Frontend:
     batches: Batches | None = None
     """None: this frontend keeps no files."""
 
-    def context_length(self) -> int:
-        """Tokens that prompt and output may have together: the model's limit, or the workers' where that is less."""
-        return context_length(self.model, self.readiness)
+    def context_length(self, away_s: float = AWAY_S) -> int:
+        """Tokens that prompt and output may have together: the model's limit, or that of the workers, those who left
+        within `away_s` included, where it is less."""
+        whole = self.model.context_length
+        return min(whole, self.backend.router.lately.longest(self.model.name, away_s) or whole)
 
     def model_object(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -82,7 +87,8 @@ class Frontend:
         Raises BatonError when it is not right, or not in time.
         """
         begun = time.time()
-        asked, asks = await self.read(body, Api.CHAT if chat else Api.COMPLETION)
+        api, away_s = Api.CHAT if chat else Api.COMPLETION, AWAY_S if turns is None else LONG_AWAY_S
+        asked, asks = await self.read(body, api, away_s=away_s)
         call = self.call(uid, asks, asked.options, begun, timeout_s, turns)
         format = self._format(asked, self.head(uid, begun))
         options = asked.options
@@ -98,9 +104,11 @@ class Frontend:
         deadline = begun + self.request_timeout_s
         return await explain(self.backend, ask.work(uid, asked.options.n, deadline))
 
-    async def read(self, body: bytes | bytearray, api: Api, earlier: bytes | None = None) -> tuple[Asked, list[Ask]]:
+    async def read(
+        self, body: bytes | bytearray, api: Api, earlier: bytes | None = None, *, away_s: float = AWAY_S
+    ) -> tuple[Asked, list[Ask]]:
         """A checked body, and what it asks for. Raises BatonError when it is not right, or not in time."""
-        limit = self.context_length()
+        limit = self.context_length(away_s)
         try:
             async with asyncio.timeout(self.request_timeout_s):
                 asked = await self.bodies.read(Unread(body, api, limit, earlier))
@@ -157,8 +165,3 @@ class Frontend:
         """What every object of an answer begins with: uid, time, model, fingerprint."""
         card = self.model.card
         return uid, int(begun), self.model.name, f"fp_{card.weights[:6]}{card.tokenizer[:4]}"
-
-
-def context_length(model: Model, readiness: Readiness) -> int:
-    """The model's limit, or the workers' where that is less."""
-    return min(model.context_length, readiness.max_context() or model.context_length)

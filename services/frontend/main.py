@@ -18,7 +18,7 @@ from baton.rpc.channel import Channels
 from baton.v1 import registry_pb2, worker_pb2
 from services.frontend.api_keys import ApiKeys
 from services.frontend.app import create_app
-from services.frontend.batches.answer import Answerer
+from services.frontend.batches.answer import CHAT, RESPONSES, Answerer
 from services.frontend.batches.batches import Batches
 from services.frontend.batches.lane import Lane
 from services.frontend.batches.look import Look
@@ -27,10 +27,14 @@ from services.frontend.drain import Requests
 from services.frontend.embeddings.make import make, read_inputs
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Gate
+from services.frontend.lately import LONG_AWAY_S
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import BodyReader
 from services.frontend.ready import CardKeeper, Readiness
 from services.frontend.request import Backend
+from services.frontend.respond import Prepared
+from services.frontend.responses.prepare import prepare_line
+from services.frontend.responses.store import ResponseStore
 from services.frontend.route import RouterClient
 from services.frontend.server import listen, make_server
 from services.frontend.sessions import Sessions
@@ -91,6 +95,7 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
         client_stall_s=settings.client_stall_s,
         max_body_bytes=settings.max_body_bytes,
         created=int(time.time()),
+        responses=ResponseStore(metrics.responses_evicted, metrics.responses_bytes),
         requests=requests,
         api_keys=ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file else None,
         cors_origins=settings.origins,
@@ -128,14 +133,21 @@ async def _with_batches(process: Process, settings: FrontendSettings, frontend: 
     """The frontend with its files and batches, which go on from where they stand."""
     metrics, gate = BatchMetrics(process.collectors), frontend.gate
     lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, metrics)
+
+    async def generate(endpoint: str, body: bytes, uid: str, timeout_s: float) -> Prepared:
+        if endpoint == RESPONSES:
+            return await prepare_line(frontend, body, uid, timeout_s, lane.turn)
+        return await frontend.prepare(body, uid, chat=endpoint == CHAT, timeout_s=timeout_s, turns=lane.turn)
+
     answerer = Answerer(
-        lambda body, uid, chat, timeout_s: frontend.prepare(body, uid, chat=chat, timeout_s=timeout_s, turns=lane.turn),
-        lambda body: read_inputs(frontend, body),
+        generate,
+        lambda body: read_inputs(frontend, body, LONG_AWAY_S),
         lambda inputs, uid, timeout_s: make(frontend, inputs, uid, time.time() + timeout_s, lane.turn),
         metrics,
     )
     batches = Batches(
         Path(settings.batch_dir),
+        frontend.model.name,
         settings.max_file_bytes,
         settings.batch_dir_bytes,
         answerer,

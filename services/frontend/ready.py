@@ -119,10 +119,6 @@ class Readiness:
         """Every worker of the model that the registry shows."""
         return [worker for worker in self._workers.items().values() if worker.model == self._model]
 
-    def max_context(self) -> int:
-        """The longest context of a worker, one that is away for a moment included; 0 when none says."""
-        return self._router.lately.longest(self._model)
-
     def _streaming(self) -> list[registry_pb2.Worker]:
         """Decode and merged workers that would take a request now."""
         out = []

@@ -11,15 +11,16 @@ from baton.errors import BatonError, Reason
 from services.frontend.asked import Api, Asked, Unread
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
+from services.frontend.lately import AWAY_S
 
 Receive = Callable[[Request, Frontend, str], Awaitable[tuple[Pass, bytearray]]]
 """Lets a request in and takes its body; what it returns is to be left."""
 
 
-async def read_as(frontend: Frontend, body: bytes | bytearray, api: Api) -> Asked:
+async def read_as(frontend: Frontend, body: bytes | bytearray, api: Api, away_s: float = AWAY_S) -> Asked:
     """The checked body. Raises BatonError when it is not right, or not in time."""
     try:
         async with asyncio.timeout(frontend.request_timeout_s):
-            return await frontend.bodies.read(Unread(body, api, frontend.context_length()))
+            return await frontend.bodies.read(Unread(body, api, frontend.context_length(away_s)))
     except TimeoutError:
         raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None

@@ -229,11 +229,15 @@ FIELDS = (
     *_rest("ignored", "of beam search", "length_penalty", "early_stopping"),
     _works("file", "JSON lines, each `{custom_id, method, url, body}`", {"type": "string"}, (FILES,), required=True),
     _works("purpose", "`batch` only", {"enum": ["batch"]}, (FILES,), required=True),
-    _works("expires_after[anchor]", "a file without both stays", {"enum": ["created_at"]}, (FILES,)),
+    _works("expires_after[anchor]", "without both: 30 days", {"enum": ["created_at"]}, (FILES,)),
     _works("expires_after[seconds]", "3600 to 2592000", _SECONDS, (FILES,)),
     _works("input_file_id", "a file of purpose `batch`", {"type": "string"}, (BATCHES,), required=True),
     _works(
-        "endpoint", "what its lines ask for: every `url`", {"enum": list(BATCH_ENDPOINTS)}, (BATCHES,), required=True
+        "endpoint",
+        f"every `url` of its lines: one of {', '.join(BATCH_ENDPOINTS)}",
+        {"enum": list(BATCH_ENDPOINTS)},
+        (BATCHES,),
+        required=True,
     ),
     _works("completion_window", "`24h` only", {"enum": ["24h"]}, (BATCHES,), required=True),
     _works(
@@ -249,7 +253,7 @@ FIELDS = (
     ),
     _works(
         "output_expires_after",
-        "of its output and error files, from when these are made: `{anchor: created_at, seconds}`",
+        "of its output and error files, from when these are made: `{anchor: created_at, seconds}`; 30 days without it",
         {
             "type": ["object", "null"],
             "properties": {"anchor": {"enum": ["created_at"]}, "seconds": _SECONDS},

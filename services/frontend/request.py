@@ -23,13 +23,14 @@ from baton.rpc.codec import sampling_from_pb
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.inbox import Inbox
+from services.frontend.lately import AWAY_S, LONG_AWAY_S
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.placed import Placed
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.route import RouterClient
 from services.frontend.session import Session
 from services.frontend.sessions import Sessions
-from services.frontend.turn import MERGED, Asking, Turn
+from services.frontend.turn import MERGED, NO_PLACE, Asking, Turn, turned_away
 
 MAX_FAILURES = 6
 """Attempts in a row of one output that may fail without one new token."""
@@ -45,17 +46,6 @@ _NOBODY = _UNREACHABLE | {Reason.ROUTER_UNAVAILABLE}
 _AWAY = frozenset({Reason.DECODE_UNAVAILABLE})
 _TOO_MUCH = frozenset({Reason.INVALID_REQUEST, Reason.CONTEXT_LENGTH_EXCEEDED})
 """What a router says when those that are left cannot do what is asked, or not at this length."""
-_NO_PLACE = frozenset(
-    {
-        Reason.NO_CAPACITY,
-        Reason.DRAINING,
-        Reason.DECODE_UNAVAILABLE,
-        Reason.PREFILL_UNAVAILABLE,
-        Reason.ROUTER_UNAVAILABLE,
-        Reason.VERSION_MISMATCH,
-        Reason.KV_LAYOUT_MISMATCH,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -247,6 +237,7 @@ class Generation:
         self._legs: dict[int, Leg] = {}
         self._exclude: set[str] = set()
         self._told = told
+        self._away_s = AWAY_S if work.turn is None else LONG_AWAY_S
         self._mending = asyncio.Lock()
         if work.turn is not None:
             needs = [*work.needs, *([MERGED] if work.merged_only else [])]
@@ -284,7 +275,8 @@ class Generation:
             return
         fresh = tuple(choice.index for choice in left if not choice.begun)
         begun = [choice for choice in left if choice.begun]
-        row = self._judge(broken, resumed=bool(begun))
+        refused = not broken.handback and await self._turned_away(broken.error)
+        row = broken.leg.row if refused else self._judge(broken, resumed=bool(begun))
         if fresh:
             self._note(RouteReason.HANDBACK if broken.handback else RouteReason.REROUTED)
             await self._launch(fresh, (), broken, row)
@@ -300,7 +292,7 @@ class Generation:
             try:
                 await self._launch((choice.index,), choice.received, broken, row)
             except BatonError as error:
-                if not broken.outgrown or error.reason not in _NO_PLACE | _TOO_MUCH:
+                if not broken.outgrown or error.reason not in NO_PLACE | _TOO_MUCH:
                     raise
                 # Nobody with a longer context has come: this is where it ends.
                 choice.finished = True
@@ -381,15 +373,10 @@ class Generation:
             choice.received.extend(ids)
         full = event.finish == "length" and len(choice.received) < self.work.sampling.max_tokens
         finish = "" if full else event.finish
-        if finish:
-            choice.finished = True
         if ids or finish or event.prompt_logprobs:
             output = Output(self, choice.index, ids, event.tokens.logprobs, finish, event.prompt_logprobs)
             self._inbox.put(output)
-        if finish:
-            self._settle(leg.attempt)
-        elif full:
-            self._outgrown(leg, len(choice.received))
+        self._end_if_over(leg, choice, finish, full)
 
     def _take_text(self, leg: Leg, choice: Choice, event: worker_pb2.Event) -> None:
         """As `_take`, of an engine that answers text: offsets count this attempt's characters."""
@@ -405,22 +392,22 @@ class Generation:
         full, finish = event.finish == "context", event.finish
         if full:
             # How near it came to what was asked for is not known: without a longer context this is the end.
-            full = self._backend.router.lately.longer(leg.plan.worker.id)
+            full = self._backend.router.lately.longer(leg.plan.worker.id, self._away_s)
             finish = "" if full else "length"
-        if finish:
-            choice.finished = True
         if event.text or new or finish:
             output = Output(self, choice.index, (), (), finish, text=event.text, text_tokens=new)
             self._inbox.put(output)
+        self._end_if_over(leg, choice, finish, full)
+
+    def _end_if_over(self, leg: Leg, choice: Choice, finish: str, full: bool) -> None:
+        """The choice has ended; or its worker's context has, not what was asked for: another worker's may be longer."""
         if finish:
+            choice.finished = True
             self._settle(leg.attempt)
         elif full:
-            self._outgrown(leg, len(choice.received) + choice.text_tokens)
-
-    def _outgrown(self, leg: Leg, tokens: int) -> None:
-        """Its worker's context has ended, not what was asked for: another worker's may be longer."""
-        message = f"the context of {leg.session.worker} ended at {tokens} output tokens"
-        self.on_broken(leg, BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message), handback=False)
+            tokens = len(choice.received) + choice.text_tokens
+            message = f"the context of {leg.session.worker} ended at {tokens} output tokens"
+            self.on_broken(leg, BatonError(Reason.CONTEXT_LENGTH_EXCEEDED, message), handback=False)
 
     def _joins(self, leg: Leg, offset: int, expected: int, what: str) -> bool:
         """Whether an event is what comes next; counted when it is not, and something was lost when it is beyond."""
@@ -485,7 +472,8 @@ class Generation:
             return broken.leg.row
         row = broken.leg.row.longer(broken.at)
         # A worker takes what it must fail until it knows that its engine is away: no fault of the request's.
-        patience = self._backend.resume_patience_s if resumed and error.reason in _AWAY else 0.0
+        waits = error.reason in _AWAY and (resumed or self._told())
+        patience = self._backend.resume_patience_s if waits else 0.0
         over = row.failures > MAX_FAILURES and time.monotonic() - row.since >= patience
         # Strict forbids another way to run, not another pair that runs as planned.
         moved = error.reason is Reason.DRAINING
@@ -516,14 +504,14 @@ class Generation:
                     continue
                 patience = began + self._patience_s(told, error)
                 # What has been taken once was right: those who could do it are away.
-                absent = error.reason in _NO_PLACE or (broken is not None and error.reason in _TOO_MUCH)
+                absent = error.reason in NO_PLACE or (broken is not None and error.reason in _TOO_MUCH)
                 if absent and time.monotonic() < patience and time.time() < self.work.deadline:
                     # Whoever was left out may be back by now.
                     self._exclude.clear()
                     await asyncio.sleep(low * random.uniform(0.5, 1.0))
                     low = min(high, low * 2)
                     continue
-                if refusal is not None and error.reason in _NO_PLACE and refusal.reason not in _UNREACHABLE:
+                if refusal is not None and error.reason in NO_PLACE and refusal.reason not in _UNREACHABLE:
                     raise refusal from error
                 raise
             try:
@@ -550,18 +538,15 @@ class Generation:
             none = await turn.wait()
             request = self._route_request(emitted)
             request.exclude.extend(none)
-            plan = await self._backend.router.route(request)
+            plan = await self._backend.router.route(request, self._away_s)
             if turn.placed:
                 return plan
 
     async def _turned_away(self, error: BatonError) -> bool:
-        """Whether a request of the batch lane was refused for want of room: it comes again, as long as it has time."""
-        turn = self.work.turn
-        if turn is None or error.reason not in _NO_PLACE | _UNREACHABLE or time.time() >= self.work.deadline:
-            return False
-        self._exclude.clear()
-        await turn.refused(error.reason)
-        return True
+        away = await turned_away(self.work.turn, error, self.work.deadline)
+        if away:
+            self._exclude.clear()
+        return away
 
     def _patience_s(self, told: bool, refusal: BatonError) -> float:
         """How long to look for a worker: an answer that has begun is worth more waiting than a refusal in time."""

@@ -18,7 +18,7 @@ from baton.route import RouteReason
 from baton.rpc.channel import Channels
 from baton.rpc.errors import from_failure, from_rpc
 from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc, worker_pb2
-from services.frontend.lately import Lately
+from services.frontend.lately import AWAY_S, Lately
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.session import Session
 
@@ -59,8 +59,9 @@ class RouterClient:
         self.answered = False
         """Whether any router has ever answered."""
 
-    async def route(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
-        """The plan for one attempt. Raises BatonError: the router's refusal, ROUTER_UNAVAILABLE, DEADLINE_EXCEEDED.
+    async def route(self, request: router_pb2.RouteRequest, away_s: float = AWAY_S) -> worker_pb2.Plan:
+        """The plan for one attempt. Raises BatonError: the router's refusal, ROUTER_UNAVAILABLE, DEADLINE_EXCEEDED; and
+        DECODE_UNAVAILABLE for what only somebody can who left within `away_s`.
 
         When no router answers, the request is placed on the least busy worker that is connected (not under strict
         fallback): worse placed is better than refused.
@@ -85,7 +86,7 @@ class RouterClient:
             return self._own_choice(request)
         if reply.HasField("failure"):
             error = from_failure(reply.failure)
-            if self._could(request, error.reason):
+            if self._could(request, error.reason, away_s):
                 raise BatonError(Reason.DECODE_UNAVAILABLE, f"those who could are away: {error.message}") from error
             raise error
         return reply.plan
@@ -180,13 +181,13 @@ class RouterClient:
         self._metrics.router_failures.labels(error.reason.name).inc()
         _log.warning("router failed", router=id, error=str(error))
 
-    def _could(self, request: router_pb2.RouteRequest, refusal: Reason) -> bool:
+    def _could(self, request: router_pb2.RouteRequest, refusal: Reason, away_s: float) -> bool:
         """Whether what is said to be too much is so only because of who is away. Strict forbids other ways to run."""
         if request.fallback == worker_pb2.FALLBACK_STRICT:
             return False
         if refusal is Reason.CONTEXT_LENGTH_EXCEEDED:
-            return self.lately.longest(request.model) > request.prompt_tokens
-        return refusal is Reason.INVALID_REQUEST and self.lately.able(request.model, request.needs)
+            return self.lately.longest(request.model, away_s) > request.prompt_tokens
+        return refusal is Reason.INVALID_REQUEST and self.lately.able(request.model, request.needs, away_s)
 
     def _own_choice(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
         if request.fallback == worker_pb2.FALLBACK_STRICT:

@@ -1,13 +1,26 @@
-"""What a request of the batch lane asks before each attempt: may it run now, and where."""
+"""What a request of the batch lane asks before each attempt: may it run now, and where; and when it comes again."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import Reason
+from baton.errors import BatonError, Reason
 
+NO_PLACE = frozenset(
+    {
+        Reason.NO_CAPACITY,
+        Reason.DRAINING,
+        Reason.DECODE_UNAVAILABLE,
+        Reason.PREFILL_UNAVAILABLE,
+        Reason.ROUTER_UNAVAILABLE,
+        Reason.VERSION_MISMATCH,
+        Reason.KV_LAYOUT_MISMATCH,
+    }
+)
+"""Refusals for want of room, or of somebody who can: no fault of what is refused, of which nothing was begun."""
 MERGED = "merged"
 """A need: the prompt is computed where the output is."""
 
@@ -44,3 +57,12 @@ class Turn(Protocol):
 
     def leave(self) -> None:
         """The request has ended. Idempotent."""
+
+
+async def turned_away(turn: Turn | None, error: BatonError, deadline: float) -> bool:
+    """Whether that is a refusal of the batch lane's: then it comes again, however often, as long as it has time (until
+    `deadline`, Unix seconds). Returns when it is time to ask again."""
+    if turn is None or error.reason not in NO_PLACE or time.time() >= deadline:
+        return False
+    await turn.refused(error.reason)
+    return True

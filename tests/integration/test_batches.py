@@ -22,7 +22,9 @@ from tests.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+MONTH_S = 30 * 24 * 3600
 Lines = list[dict[str, Any]]
 
 
@@ -128,6 +130,12 @@ async def test_the_official_client_runs_a_batch(client: AsyncOpenAI, url: str) -
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
     good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
     assert set(good) | set(bad) == {one["custom_id"] for one in lines}
+    usages = [one["response"]["body"]["usage"] for one in good.values()]
+    assert batch.model == SERVED
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == sum(one["prompt_tokens"] for one in usages) > 0
+    assert batch.usage.output_tokens == sum(one["completion_tokens"] for one in usages) > 0
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     told = {
         name: (one["response"]["status_code"], one["response"]["body"]["error"]["param"]) for name, one in bad.items()
     }
@@ -193,7 +201,7 @@ async def test_a_file_is_checked_before_anything_runs(client: AsyncOpenAI) -> No
     many = b"".join(
         b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{}}\n' % n for n in range(50_001)
     )
-    assert await refused(client, many) == [("too_many_requests", 50_001, None)]
+    assert await refused(client, many) == [("too_many_requests", 50_001, "input_file_id")]
     assert await refused(client, b"x" * (2 << 20)) == [("line_too_long", 1, None)]
 
 
@@ -332,6 +340,8 @@ def test_a_batch_goes_on_after_a_restart_with_no_line_lost_or_doubled(stack: Sta
         until(lambda: api.batches.retrieve(batch.id).status == "completed")
         batch = api.batches.retrieve(batch.id)
         assert (batch.request_counts.completed, batch.request_counts.failed) == (150, 0)
+        assert batch.usage is not None
+        assert batch.usage.output_tokens == 150 * 24
         found = [json.loads(one) for one in api.files.content(batch.output_file_id or "").text.splitlines()]
         assert sorted(one["custom_id"] for one in found) == sorted(one["custom_id"] for one in lines)
         assert all(one["response"]["body"]["usage"]["completion_tokens"] == 24 for one in found)
@@ -360,6 +370,9 @@ async def test_embeddings_are_lines_too(stack: Stack, client: AsyncOpenAI) -> No
     batch = await ended(client, (await start(client, made, EMBEDDINGS)).id)
     counts = batch.request_counts
     assert (batch.status, counts.completed, counts.failed) == ("completed", 13, 1), batch
+    for id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        file = await client.files.retrieve(id)
+        assert file.expires_at == file.created_at + MONTH_S, "as nothing was said"
     good, bad = [await results(client, id) for id in (batch.output_file_id, batch.error_file_id)]
     assert bad["line-13"]["response"]["body"]["error"]["param"] == "input"
     for n, body in enumerate(bodies[:-1]):
@@ -367,7 +380,51 @@ async def test_embeddings_are_lines_too(stack: Stack, client: AsyncOpenAI) -> No
         alone = (await client.post("/embeddings", body=body, cast_to=httpx.Response)).json()
         assert alike(answered, alone)
         assert answered["usage"] == alone["usage"]
+    assert batch.usage.input_tokens == sum(one["response"]["body"]["usage"]["prompt_tokens"] for one in good.values())
     assert await refused(client, text_of([made[0], line(1)]), EMBEDDINGS) == [("mismatched_url", 2, "url")]
+    stack.settle()
+
+
+async def test_responses_are_lines_too(stack: Stack, client: AsyncOpenAI) -> None:
+    """As the same request gives by itself, but that they are not kept; a line that is wrong fails alone."""
+    kept = await client.responses.create(model=SERVED, input="First.", max_output_tokens=8)
+    more: list[dict[str, Any]] = [
+        {},
+        {"input": [{"role": "user", "content": "Listed."}], "instructions": "Be brief.", "metadata": {"of": "mine"}},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"previous_response_id": kept.id},
+        {"store": True},
+        {"temperature": 9},
+        {"stream": True},
+        {"background": True},
+        {"previous_response_id": "resp_" + 24 * "0"},
+        {"input": None},
+    ]
+    bodies = [{"model": SERVED, "input": f"Line {n}.", "max_output_tokens": 6, "temperature": 0} for n in range(10)]
+    bodies = [body | one for body, one in zip(bodies, more, strict=True)]
+    made = [
+        {"custom_id": f"line-{n}", "method": "POST", "url": RESPONSES, "body": body} for n, body in enumerate(bodies)
+    ]
+    batch = await ended(client, (await start(client, made, RESPONSES)).id)
+    counts = batch.request_counts
+    assert (batch.status, counts.completed, counts.failed) == ("completed", 5, 5), batch
+    good, bad = [await results(client, id) for id in (batch.output_file_id, batch.error_file_id)]
+    blamed = {name: one["response"]["body"]["error"]["param"] for name, one in bad.items()}
+    names = ("temperature", "stream", "background", "previous_response_id", "input")
+    assert blamed == {f"line-{n}": name for n, name in enumerate(names, 5)}
+    own = ("id", "created_at", "completed_at", "baton", "output", "store", "usage")
+    for n, body in enumerate(bodies[:5]):
+        answered = good[f"line-{n}"]["response"]["body"]
+        alone = (await client.post("/responses", body=body, cast_to=httpx.Response)).json()
+        assert {k: v for k, v in answered.items() if k not in own} == {k: v for k, v in alone.items() if k not in own}
+        assert alike([item["content"] for item in answered["output"]], [item["content"] for item in alone["output"]])
+        assert answered["usage"]["total_tokens"] == alone["usage"]["total_tokens"]
+        assert answered["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answered["id"])
+    usages = [one["response"]["body"]["usage"] for one in good.values()]
+    assert batch.usage.input_tokens == sum(one["input_tokens"] for one in usages)
+    assert batch.usage.output_tokens == sum(one["output_tokens"] for one in usages)
     stack.settle()
 
 

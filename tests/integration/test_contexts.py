@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.asking import plain_client
+from tests.integration.asking import openai_client, plain_client
 from tests.integration.resuming import complete
-from tests.integration.stack import Stack
+from tests.integration.stack import SERVED, Stack, until
+from tests.integration.test_batches import ended, start
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -27,7 +28,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     small = {"merged-1": ("merged", SMALL), "prefill-1": ("prefill", SMALL)}
     frontends = {"frontend": "auto", "strict": "strict"}
     flags = {"kvstore": False, "pool_gib": 0.05, "chunk_tokens": 64}
-    run = Stack(directory, model, prefill=0, decode=1, merged=0, frontends=frontends, extra=small, **flags).start()
+    run = Stack(directory, model, prefill=0, decode=1, merged=0, frontends=frontends, extra=small, **flags)
+    run._plan["frontend"][1]["batch_dir"] = directory / "kept"
+    run.start()
     yield run
     run.teardown()
 
@@ -52,6 +55,31 @@ async def test_a_prompt_that_fills_the_prefills_context_is_answered_whole(stack:
             assert (got.usage["completion_tokens"], got.of(0).finish, got.errors) == (9, "length", [])
             assert got.route.startswith("disaggregated")
     assert largest % 32 == 31, "all of the prefill's context but the place of one token"
+
+
+async def test_lines_wait_for_the_only_worker_with_room_for_them(stack: Stack) -> None:
+    """However often they are refused meanwhile."""
+    asked = {
+        "/v1/embeddings": {"input": [9] * 700},
+        "/v1/completions": {"prompt": [9] * 700, "max_tokens": 4, "temperature": 0, "ignore_eos": True},
+    }
+    async with openai_client(stack) as client:
+        stack.kill("decode-1")
+        batches = []
+        for url, body in asked.items():
+            line = {"custom_id": "one", "method": "POST", "url": url, "body": {"model": SERVED, **body}}
+            batches.append(await start(client, [line], url))
+        # Each of them alone: 0.1 s to 2 s between two refusals.
+        until(lambda: refusals(stack) >= 2 * 6)
+        stack.launch("decode-1").wait_ready()
+        for batch in batches:
+            over = await ended(client, batch.id)
+            assert (over.status, over.request_counts.completed) == ("completed", 1)
+    stack.wait_usable()
+
+
+def refusals(stack: Stack) -> float:
+    return stack.metric("frontend", "baton_frontend_batch_retries_total", reason="DECODE_UNAVAILABLE")
 
 
 async def test_an_answer_that_outgrows_its_worker_goes_on_elsewhere(stack: Stack) -> None:

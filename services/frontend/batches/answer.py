@@ -14,24 +14,30 @@ import structlog
 
 from baton.errors import BatonError, Reason
 from services.frontend.batches.metrics import BatchMetrics
+from services.frontend.batches.usage import NOTHING, Usage, read_usage
 from services.frontend.embeddings.body import Inputs
 from services.frontend.errors import error_object, internal, invalid
 from services.frontend.lines import one_line
 from services.frontend.respond import LONG_TOKENS, Prepared
+from services.frontend.turn import NO_PLACE
 
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)
 """What lines may ask for."""
 TRIES = 5
-"""Of a line that fails by no fault of its own. One that is refused for want of room does not count."""
+"""Of a line that fails by no fault of its own. One that is refused for want of room does not count, as in the lane: its
+body may find no place to be read."""
+WAIT_S = (1.0, 60.0)
+"""Between two tries: the first wait, and the longest."""
 READS = 2
 """Bodies of lines that are read at the same time: there are others' to read."""
 
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
 
-Prepare = Callable[[bytes, str, bool, float], Awaitable[Prepared]]
-"""(body, uid, chat, seconds that it may take) to what can be started in the lane."""
+Prepare = Callable[[str, bytes, str, float], Awaitable[Prepared]]
+"""(endpoint, body, uid, seconds that it may take) to what can be started in the lane."""
 Embed = Callable[[Inputs, str, float], Awaitable[bytes]]
 """(inputs, uid, seconds that it may take) to the body of the answer, in the lane."""
 
@@ -43,6 +49,7 @@ class Answer:
     ok: bool
     line: bytes
     outcome: str
+    usage: Usage = NOTHING
 
 
 class Answerer:
@@ -59,22 +66,24 @@ class Answerer:
 
     async def answer(self, custom_id: str, endpoint: str, body: bytes, expires: float) -> Answer:
         """The line's result, whatever it is; `expires` is unix seconds. Cancelling stops the work for it."""
-        wait, tries = 1.0, 0
+        (wait, longest), tries = WAIT_S, 0
         while True:
             request_id = f"req_{secrets.token_hex(12)}"
             try:
                 timeout_s = max(1.0, expires - time.time())
                 if endpoint == EMBEDDINGS:
-                    answered = await self._run_embeddings(body, timeout_s)
+                    answered, usage = await self._run_embeddings(body, timeout_s)
                 else:
-                    answered = await self._run(body, endpoint == CHAT, timeout_s)
-                return Answer(True, line_of(custom_id, answered=(200, request_id, msgspec.Raw(answered))), "ok")
+                    answered = await self._run(endpoint, body, timeout_s)
+                    usage = read_usage(answered)
+                line = line_of(custom_id, answered=(200, request_id, msgspec.Raw(answered)))
+                return Answer(True, line, "ok", usage)
             except BatonError as error:
                 failure = error
             except Exception:
                 _log.exception("a line of a batch failed", custom_id=custom_id)
                 failure = internal()
-            tries += 1
+            tries += failure.reason not in NO_PLACE
             if not failure.reason.retryable or tries >= TRIES or time.time() >= expires:
                 told = {"error": error_object(failure)}
                 status = failure.reason.spec.http_status
@@ -82,18 +91,18 @@ class Answerer:
                 return Answer(False, line, failure.reason.name.lower())
             self._metrics.retries.labels(failure.reason.name).inc()
             await asyncio.sleep(wait)
-            wait *= 2
+            wait = min(longest, wait * 2)
 
-    async def _run_embeddings(self, body: bytes, timeout_s: float) -> bytes:
+    async def _run_embeddings(self, body: bytes, timeout_s: float) -> tuple[bytes, Usage]:
         async with self._reads:
             inputs = await self._read_inputs(body)
         answered = await self._embed(inputs, f"emb-{secrets.token_hex(12)}", timeout_s)
         self._metrics.prompt_tokens.inc(inputs.tokens)
-        return answered
+        return answered, Usage(inputs.tokens)
 
-    async def _run(self, body: bytes, chat: bool, timeout_s: float) -> bytes:
+    async def _run(self, endpoint: str, body: bytes, timeout_s: float) -> bytes:
         async with self._reads:
-            prepared = await self._prepare(body, secrets.token_hex(12), chat, timeout_s)
+            prepared = await self._prepare(endpoint, body, secrets.token_hex(12), timeout_s)
         call, format = prepared.call, prepared.format
         failed: Reason | None = Reason.ABORTED
         try:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from services.frontend.batches.lines import LineError
+from services.frontend.batches.usage import NOTHING, Usage
 
 WINDOW_S = 24 * 3600
 
@@ -32,8 +33,8 @@ class Status(StrEnum):
 
 class Batch(msgspec.Struct):
     """One batch. `at` has the unix second of each status that it came to; `ends` is how it will end once its results
-    are files, which then stay for `output_seconds` (None: until they are deleted); `total`, `done` and `failed` are
-    lines."""
+    are files, which then stay for `output_seconds` (None, of older ones: until they are deleted); `total`, `done` and
+    `failed` are lines; `usage` is of those that are done."""
 
     id: str
     endpoint: str
@@ -50,6 +51,8 @@ class Batch(msgspec.Struct):
     done: int = 0
     failed: int = 0
     output_seconds: int | None = None
+    model: str | None = None
+    usage: Usage = NOTHING
 
     @property
     def expires(self) -> int:
@@ -64,6 +67,7 @@ class Batch(msgspec.Struct):
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
+            "model": self.model,
             "errors": errors,
             "input_file_id": self.input_file_id,
             "completion_window": "24h",
@@ -80,5 +84,6 @@ class Batch(msgspec.Struct):
             "cancelling_at": at.get("cancelling"),
             "cancelled_at": at.get("cancelled"),
             "request_counts": {"total": self.total, "completed": self.done, "failed": self.failed},
+            "usage": self.usage.shown(),
             "metadata": self.metadata,
         }

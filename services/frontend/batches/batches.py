@@ -17,6 +17,7 @@ from baton.rpc.tasks import Background
 from services.frontend.batches.answer import Answerer
 from services.frontend.batches.batch import Batch, Status
 from services.frontend.batches.disk import Space, lock, storage_full, to_end, write_whole
+from services.frontend.batches.expiry import DEFAULT_S
 from services.frontend.batches.files import UPLOAD, Files, new_id
 from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.batches.results import Results
@@ -37,6 +38,7 @@ class Batches:
     def __init__(
         self,
         directory: Path,
+        model: str,
         max_file_bytes: int,
         max_bytes: int,
         answerer: Answerer,
@@ -46,6 +48,7 @@ class Batches:
     ) -> None:
         """`lines`: how many lines of all batches together it is worth to have ready."""
         self._directory = directory
+        self._model = model
         self._space = Space(max_bytes)
         self.files = Files(directory / "files", self._space, max_file_bytes)
         self.files.in_use = self._user_of
@@ -112,10 +115,9 @@ class Batches:
         input_file_id: str,
         endpoint: str,
         metadata: dict[str, str] | None,
-        output_seconds: int | None = None,
+        output_seconds: int = DEFAULT_S,
     ) -> Batch:
-        """A batch over an uploaded file; it starts at once. Its results stay so many seconds (None: until they are
-        deleted). Raises BatonError."""
+        """A batch over an uploaded file; it starts at once. Its results stay so many seconds. Raises BatonError."""
         file = self.files.get(input_file_id, "input_file_id")
         if file.purpose != UPLOAD:
             raise BatonError(
@@ -128,7 +130,7 @@ class Batches:
         if len(self._runs) >= MAX_ACTIVE:
             raise BatonError(Reason.NO_CAPACITY, f"{MAX_ACTIVE} batches are under way here; try again later.")
         id, now = new_id("batch_"), int(time.time())
-        batch = Batch(id, endpoint, file.id, metadata, now, output_seconds=output_seconds)
+        batch = Batch(id, endpoint, file.id, metadata, now, output_seconds=output_seconds, model=self._model)
         self._known[batch.id] = batch  # from here on its input cannot be deleted
         try:
             await to_end(self._save, batch)

@@ -44,6 +44,7 @@ BATCH = _object(
     "batch",
     {
         "endpoint": _STRING,
+        "model": _NAME,
         "errors": {"type": ["object", "null"]},
         "input_file_id": _STRING,
         "completion_window": {"const": "24h"},
@@ -60,6 +61,11 @@ BATCH = _object(
             "type": "object",
             "properties": {"total": _COUNT, "completed": _COUNT, "failed": _COUNT},
             "required": ["total", "completed", "failed"],
+        },
+        "usage": {
+            "type": "object",
+            "properties": {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT},
+            "required": ["input_tokens", "output_tokens", "total_tokens"],
         },
         "metadata": {"type": ["object", "null"]},
     },

@@ -9,26 +9,28 @@ from services.frontend.errors import invalid
 
 ANCHOR = "created_at"
 LEAST_S, MOST_S = 3600, 30 * 24 * 3600
+DEFAULT_S = MOST_S
+"""Of a batch's input, and of its results, when nothing is said."""
 FORM = ("expires_after[anchor]", "expires_after[seconds]")
 """Their names in a form."""
 
 
-def read_output_expiry(value: Any, name: str = "output_expires_after") -> int | None:
-    """Seconds, of a JSON object; None of null. Raises BatonError with the field at fault."""
+def read_output_expiry(value: Any, name: str = "output_expires_after") -> int:
+    """Seconds, of a JSON object or null. Raises BatonError with the field at fault."""
     if value is None:
-        return None
+        return DEFAULT_S
     if not isinstance(value, dict):
         raise invalid(f"'{name}' must be an object with 'anchor' and 'seconds'.", name)
     return _seconds(value.get("anchor"), value.get("seconds"), f"{name}.anchor", f"{name}.seconds")
 
 
-def read_form_expiry(fields: Mapping[str, str]) -> int | None:
-    """Seconds, of a form's fields; None when there are none. Raises BatonError with the field at fault."""
+def read_form_expiry(fields: Mapping[str, str]) -> int:
+    """Seconds, of a form's fields, if any. Raises BatonError with the field at fault."""
     if other := next((name for name in fields if name.startswith("expires_after") and name not in FORM), None):
         raise invalid(f"A form says it as '{FORM[0]}' and '{FORM[1]}'.", other)
     anchor, seconds = (fields.get(name) for name in FORM)
     if anchor is None and seconds is None:
-        return None
+        return DEFAULT_S
     number = int(seconds) if seconds and seconds.isascii() and seconds.isdecimal() and len(seconds) < 12 else seconds
     return _seconds(anchor, number, *FORM)
 

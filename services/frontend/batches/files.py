@@ -21,6 +21,7 @@ import structlog
 
 from baton.errors import BatonError, Reason
 from services.frontend.batches.disk import Space, storage_full, sync_names, to_end, write_whole
+from services.frontend.batches.expiry import DEFAULT_S
 
 MAX_FILES = 10_000
 UPLOADS_AT_ONCE = 8
@@ -31,8 +32,8 @@ _log = structlog.get_logger()
 
 
 class File(msgspec.Struct, frozen=True):
-    """What is known of a file. `created` and `expires` are unix seconds (None: it stays); `sha256` of its bytes in hex,
-    `lines` those that end."""
+    """What is known of a file. `created` and `expires` are unix seconds (None, of older ones: it stays); `sha256` of
+    its bytes in hex, `lines` those that end."""
 
     id: str
     bytes: int
@@ -61,10 +62,6 @@ class File(msgspec.Struct, frozen=True):
             "status_details": None,
             "baton": {"sha256": self.sha256, "lines": self.lines},
         }
-
-
-def _expires(now: int, after: int | None) -> int | None:
-    return None if after is None else now + after
 
 
 def new_id(kind: str) -> str:
@@ -189,7 +186,7 @@ class Files:
         sync_names(self._directory)
         self.path(id).unlink(missing_ok=True)
 
-    def adopt(self, source: Path, id: str, filename: str, expires_after: int | None = None) -> File:
+    def adopt(self, source: Path, id: str, filename: str, expires_after: int | None) -> File:
         """Make what a batch wrote a file (its bytes are counted already), for so many seconds if any. Blocking, may be
         repeated; raises OSError."""
         if id in self._known:
@@ -203,8 +200,8 @@ class Files:
                 lines += piece.count(b"\n")
                 size += len(piece)
         now = int(time.time())
-        sha256, expires = digest.hexdigest(), _expires(now, expires_after)
-        return self._keep(File(id, size, now, filename, RESULT, sha256, lines, expires))
+        expires = None if expires_after is None else now + expires_after
+        return self._keep(File(id, size, now, filename, RESULT, digest.hexdigest(), lines, expires))
 
     def _keep(self, file: File) -> File:
         write_whole(self._record(file.id), msgspec.json.encode(file))
@@ -244,11 +241,10 @@ class Upload:
         self._lines += data.count(b"\n")
         self._file.write(data)
 
-    async def keep(self, filename: str, purpose: str, expires_after: int | None = None) -> File:
-        """It is complete, and stays for so many seconds (None: until it is deleted). Raises BatonError."""
-        now = int(time.time())
-        sha256, expires = self._digest.hexdigest(), _expires(now, expires_after)
-        made = File(self.id, self._size, now, filename, purpose, sha256, self._lines, expires)
+    async def keep(self, filename: str, purpose: str, expires_after: int = DEFAULT_S) -> File:
+        """It is complete, and stays for so many seconds. Raises BatonError."""
+        now, sha256 = int(time.time()), self._digest.hexdigest()
+        made = File(self.id, self._size, now, filename, purpose, sha256, self._lines, now + expires_after)
         try:
             return await to_end(self._keep, made)
         except OSError as error:

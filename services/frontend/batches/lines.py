@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
-from services.frontend.batches.answer import ENDPOINTS
+from services.frontend.batches.answer import EMBEDDINGS, ENDPOINTS
 
 MAX_LINES = 50_000
+MAX_INPUTS = 50_000
+"""To be embedded, of all lines together; both limits are OpenAI's."""
 MAX_LINE_BYTES = 1 << 20
 """Taking JSON apart holds the interpreter's lock; OpenAI's own limit is 200 MB for a file."""
 MAX_ERRORS = 50
@@ -54,7 +56,13 @@ class Index:
         return len(self.starts)
 
 
+class _Embeds(msgspec.Struct):
+    input: msgspec.Raw = msgspec.Raw()
+
+
 _decode = msgspec.json.Decoder(Line).decode
+_embeds = msgspec.json.Decoder(_Embeds).decode
+_listed = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _NAMES = ("custom_id", "method", "url", "body")
 
 
@@ -84,15 +92,26 @@ def read_line(raw: bytes, endpoint: str) -> Line:
     return line
 
 
+def _inputs(body: msgspec.Raw) -> int:
+    """How many a body has to embed. One that is not right has one: it fails alone."""
+    try:
+        items = _listed(_embeds(body).input)
+    except msgspec.MsgspecError:  # a text
+        return 1
+    # A list of numbers is one input, of token ids.
+    return 1 if not items or bytes(items[0]).lstrip()[:1].isdigit() else len(items)
+
+
 def check_lines(lines: Iterable[bytes], endpoint: str) -> tuple[Index, list[LineError]]:
     """Look at every line (with its end of line, as files give them). Nothing is to be run when there are errors."""
-    index, errors, position = Index(), [], 0
+    index, errors, position, inputs = Index(), [], 0, 0
     for number, raw in enumerate(lines, 1):
         start, position = position, position + len(raw)
         if not raw.strip():
             continue
         if len(index) >= MAX_LINES:
-            errors.append(LineError("too_many_requests", f"A batch may have {MAX_LINES} requests.", number))
+            text = f"A batch may have {MAX_LINES} requests."
+            errors.append(LineError("too_many_requests", text, number, "input_file_id"))
             break
         try:
             line = read_line(raw, endpoint)
@@ -102,6 +121,11 @@ def check_lines(lines: Iterable[bytes], endpoint: str) -> tuple[Index, list[Line
             if code == "line_too_long":  # what follows is its rest
                 break
         else:
+            inputs += _inputs(line.body) if endpoint == EMBEDDINGS else 0
+            if inputs > MAX_INPUTS:
+                text = f"A batch may have {MAX_INPUTS} inputs to embed in all its requests."
+                errors.append(LineError("too_many_inputs", text, number, "body.input"))
+                break
             if line.custom_id in index.custom_ids:
                 text = f"'custom_id' {line.custom_id[:80]!r} is that of another line."
                 errors.append(LineError("duplicate_custom_id", text, number, "custom_id"))

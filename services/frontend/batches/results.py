@@ -17,16 +17,22 @@ import msgspec
 
 from services.frontend.batches.batch import Batch
 from services.frontend.batches.disk import Space, storage_full, sync_names
+from services.frontend.batches.usage import NOTHING, Body, Usage
 
 OUTPUT, ERRORS = "output", "errors"
 PIECE = 1 << 20
 
 
-class _Named(msgspec.Struct):
+class _Response(msgspec.Struct):
+    body: Body = Body()
+
+
+class _Line(msgspec.Struct):
     custom_id: str
+    response: _Response | None = None
 
 
-_decode = msgspec.json.Decoder(_Named).decode
+_decode = msgspec.json.Decoder(_Line).decode
 
 
 class Results:
@@ -37,11 +43,13 @@ class Results:
         self.counts = {OUTPUT: 0, ERRORS: 0}
         self.sizes = {OUTPUT: 0, ERRORS: 0}
         """Bytes that count."""
+        self.usage = NOTHING
+        """Of what counts."""
         self.done: set[str] = set()
         """Custom ids of the lines that count."""
         self._space = space
         self._fds: dict[str, int] = {}
-        self._pending: list[tuple[str, str, bytes, asyncio.Future[None]]] = []
+        self._pending: list[tuple[str, str, bytes, Usage, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
 
     def open(self) -> None:
@@ -52,22 +60,22 @@ class Results:
             fd = self._fds[kind] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             with path.open("rb") as file:
                 for line in file:
-                    name = _name(line)
-                    if name is None or name in self.done:
+                    found = _whole(line)
+                    if found is None or found.custom_id in self.done:
                         break
-                    self.done.add(name)
-                    self.counts[kind] += 1
-                    self.sizes[kind] += len(line)
+                    self._counts(kind, found.custom_id, len(line))
+                    if found.response is not None:
+                        self.usage += found.response.body.tokens
             os.ftruncate(fd, self.sizes[kind])
             self._space.used += self.sizes[kind]
         sync_names(path.parent)
 
-    async def add(self, kind: str, custom_id: str, line: bytes) -> None:
-        """Append a whole line. It counts when this returns; when this is cancelled it may count all the same, which
-        `settle` waits for. Raises BatonError: STORAGE_FULL, INTERNAL."""
+    async def add(self, kind: str, custom_id: str, line: bytes, usage: Usage = NOTHING) -> None:
+        """Append a whole line, that of an answer with its `usage`. It counts when this returns; when this is cancelled
+        it may count all the same, which `settle` waits for. Raises BatonError: STORAGE_FULL, INTERNAL."""
         self._space.take(len(line))
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pending.append((kind, custom_id, line, mine))
+        self._pending.append((kind, custom_id, line, usage, mine))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_pending(), name="results")
         await mine
@@ -78,18 +86,22 @@ class Results:
             entries, self._pending = self._pending, []
             error: BaseException | None = None
             try:
-                await asyncio.to_thread(self._write, [(kind, line) for kind, _, line, _ in entries])
+                await asyncio.to_thread(self._write, [(kind, line) for kind, _, line, *_ in entries])
             except OSError as failed:
                 error = storage_full(failed)
-            for kind, custom_id, line, waiter in entries:
+            for kind, custom_id, line, usage, waiter in entries:
                 if error is None:
-                    self.counts[kind] += 1
-                    self.sizes[kind] += len(line)
-                    self.done.add(custom_id)
+                    self._counts(kind, custom_id, len(line))
+                    self.usage += usage
                 else:
                     self._space.give_back(len(line))
                 if not waiter.done():
                     _settle(waiter, error)
+
+    def _counts(self, kind: str, custom_id: str, size: int) -> None:
+        self.counts[kind] += 1
+        self.sizes[kind] += size
+        self.done.add(custom_id)
 
     def _write(self, lines: Iterable[tuple[str, bytes]]) -> None:
         """All of them, or none: what a full disk took of it is cut off again."""
@@ -109,8 +121,8 @@ class Results:
             raise
 
     def tell(self, batch: Batch) -> None:
-        """How many lines came to what."""
-        batch.done, batch.failed = self.counts[OUTPUT], self.counts[ERRORS]
+        """How many lines came to what, and their tokens."""
+        batch.done, batch.failed, batch.usage = self.counts[OUTPUT], self.counts[ERRORS], self.usage
 
     async def settle(self) -> None:
         """Wait until everything that was added counts, or cannot."""
@@ -143,11 +155,11 @@ def _settle(waiter: asyncio.Future[None], error: BaseException | None) -> None:
         waiter.exception()  # who waits may have gone: seen here
 
 
-def _name(line: bytes) -> str | None:
-    """The custom id of a whole line; None of one that was cut."""
+def _whole(line: bytes) -> _Line | None:
+    """What a line says; None of one that was cut."""
     if not line.endswith(b"\n"):
         return None
     try:
-        return _decode(line).custom_id
+        return _decode(line)
     except msgspec.MsgspecError:
         return None

@@ -115,7 +115,7 @@ def _by_method(**handlers: Handler) -> Handler:
     return handle
 
 
-def read_create(body: bytes | bytearray) -> tuple[str, str, dict[str, str] | None, int | None]:
+def read_create(body: bytes | bytearray) -> tuple[str, str, dict[str, str] | None, int]:
     """(input_file_id, endpoint, metadata, seconds that its results stay) of a request for a batch.
 
     Raises BatonError with the field at fault.

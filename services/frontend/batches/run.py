@@ -154,7 +154,7 @@ class Run:
         except ValueError as error:  # it was right when it was checked
             raise BatonError(Reason.INTERNAL, f"The line of {custom_id[:80]!r} is no longer what it was.") from error
         answer = await self._answerer.answer(custom_id, self.batch.endpoint, body, self.batch.expires)
-        await self._results.add(OUTPUT if answer.ok else ERRORS, custom_id, answer.line)
+        await self._results.add(OUTPUT if answer.ok else ERRORS, custom_id, answer.line, answer.usage)
         self._metrics.lines.labels(answer.outcome).inc()
         self._count()
 

@@ -10,13 +10,14 @@ from services.frontend.embeddings.answer import answer
 from services.frontend.embeddings.body import Inputs, read_told
 from services.frontend.embeddings.place import embed
 from services.frontend.frontend import Frontend
+from services.frontend.lately import AWAY_S
 from services.frontend.receiving import read_as
 from services.frontend.turn import Turn
 
 
-async def read_inputs(frontend: Frontend, body: bytes | bytearray) -> Inputs:
-    """Raises BatonError when the body is not right, or not in time."""
-    asked = await read_as(frontend, body, Api.EMBEDDINGS)
+async def read_inputs(frontend: Frontend, body: bytes | bytearray, away_s: float = AWAY_S) -> Inputs:
+    """Raises BatonError when the body is not right, or not in time. `away_s`: of `Frontend.context_length`."""
+    asked = await read_as(frontend, body, Api.EMBEDDINGS, away_s)
     return Inputs([prompt.ids for prompt in asked.prompts], asked.told)
 
 

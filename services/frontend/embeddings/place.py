@@ -20,16 +20,18 @@ from baton.engine.needs import EMBEDDINGS
 from baton.errors import BatonError, Reason
 from baton.rpc.errors import from_failure, from_rpc
 from baton.v1 import router_pb2, worker_pb2
+from services.frontend.lately import AWAY_S, LONG_AWAY_S
 from services.frontend.request import Backend
-from services.frontend.turn import Asking, Turn
+from services.frontend.turn import NO_PLACE, Asking, Turn, turned_away
 
 GROUP_INPUTS = 64
 GROUP_TOKENS = 2048
 """Of a group, unless one input alone has more."""
 GROUPS_AT_ONCE = 4
 MAX_FAILURES = 6
+"""Attempts at one group that may be lost; what is refused was none."""
 PATIENCE_S = 3.0
-"""How long a group waits for a worker when none can take it."""
+"""How long a group waits for a worker when none can take it, from the start and from each loss."""
 _RETRY_S = (0.1, 1.0)
 
 _log = structlog.get_logger()
@@ -81,9 +83,7 @@ async def embed(
 
     async def one(group: Group) -> list[bytes]:
         async with few:
-            if turns is None:
-                return await _Placed(backend, group, context, deadline).run()
-            return await _InLane(backend, group, context, deadline, turns(1)).run()
+            return await _Placed(backend, group, context, deadline, turns(1) if turns is not None else None).run()
 
     tasks = [asyncio.create_task(one(group), name=f"embed {group.uid}") for group in grouped(uid, inputs)]
     try:
@@ -95,47 +95,88 @@ async def embed(
 
 
 class _Placed:
-    """One group until it is made."""
+    """One group until it is made; `turn`: in the batch lane."""
 
-    def __init__(self, backend: Backend, group: Group, context: int, deadline: float) -> None:
+    def __init__(self, backend: Backend, group: Group, context: int, deadline: float, turn: Turn | None) -> None:
         self._backend = backend
         self._group = group
         self._context = context
         self._deadline = deadline
+        self._turn = turn
         self._exclude: set[str] = set()
         self._attempts = 0
         self._tokens = group.tokens
         """What the router is told: all of the group, or the least that a worker must have room for."""
+        self._asking: asyncio.Task[list[bytes]] | None = None
+        if turn is not None:
+            # It generates nothing, so it never only generates: whoever wants the worker finds it left.
+            turn.bind(Asking(self._give_way, lambda: False, [EMBEDDINGS], lambda: self._group.longest))
 
     async def run(self) -> list[bytes]:
         """The group's vectors. Raises the last BatonError when no worker makes them."""
+        try:
+            return await self._run()
+        finally:
+            if self._turn is not None:
+                self._turn.leave()
+
+    async def _run(self) -> list[bytes]:
         low, high = _RETRY_S
-        patience = time.monotonic() + PATIENCE_S
+        patience, losses = time.monotonic() + PATIENCE_S, 0
         failed: BatonError | None = None
         while True:
             try:
-                target = await self._route()
+                target = await self._plan()
             except BatonError as error:
+                if await self._turned_away(error):
+                    continue
                 if not error.reason.retryable or time.time() >= self._deadline:
                     raise
                 if time.monotonic() > patience:
                     raise (failed or error) from error
-                self._tokens = self._group.longest
-                self._exclude.clear()
+                self._look_wider()
                 await asyncio.sleep(low * random.uniform(0.5, 1.0))
                 low = min(high, low * 2)
                 continue
             try:
-                return await self._ask(target)
+                made = await self._ask_until_wanted(target)
             except BatonError as error:
+                if await self._turned_away(error):
+                    continue
                 self._backend.metrics.attempt_failures.labels(error.reason.name).inc()
                 failed = error
-                if not error.reason.retryable or self._attempts >= MAX_FAILURES:
+                if error.reason not in NO_PLACE:
+                    losses += 1
+                    patience = time.monotonic() + PATIENCE_S
+                if not error.reason.retryable or losses >= MAX_FAILURES:
                     raise
                 self._exclude.add(target.id)
                 _log.info("embeddings move", uid=self._group.uid, lost=target.id, error=str(error))
+            else:
+                if made is not None:
+                    return made
 
-    async def _route(self, others: Collection[str] = ()) -> worker_pb2.Target:
+    async def _turned_away(self, error: BatonError) -> bool:
+        away = await turned_away(self._turn, error, self._deadline)
+        if away:
+            self._look_wider()
+        return away
+
+    def _look_wider(self) -> None:
+        """Whoever was left out may be back by now, and less room may do."""
+        self._tokens = self._group.longest
+        self._exclude.clear()
+
+    async def _plan(self) -> worker_pb2.Target:
+        if self._turn is None:
+            return await self._route((), AWAY_S)
+        while True:
+            others = await self._turn.wait()
+            target = await self._route(others, LONG_AWAY_S)
+            if self._turn.placed:
+                return target
+
+    async def _route(self, others: Collection[str], away_s: float) -> worker_pb2.Target:
         backend = self._backend
         request = router_pb2.RouteRequest(
             uid=self._group.uid,
@@ -147,7 +188,7 @@ class _Placed:
             needs=[EMBEDDINGS],
         )
         try:
-            plan = await backend.router.route(request)
+            plan = await backend.router.route(request, away_s)
         except BatonError as error:
             if error.reason is Reason.INVALID_REQUEST:
                 message = f"Nobody who serves this model makes embeddings: {error.message}"
@@ -155,7 +196,7 @@ class _Placed:
             raise
         return plan.prefill if plan.mode == worker_pb2.MODE_DISAGGREGATED else plan.worker
 
-    async def _ask(self, target: worker_pb2.Target, *, batch: bool = False) -> list[bytes]:
+    async def _ask(self, target: worker_pb2.Target) -> list[bytes]:
         backend, group = self._backend, self._group
         self._attempts += 1
         backend.metrics.attempts.inc()
@@ -164,7 +205,7 @@ class _Placed:
             inputs=[worker_pb2.TokenIds(ids=ids) for ids in group.inputs],
             deadline=self._deadline,
             card=backend.card,
-            batch=batch,
+            batch=self._turn is not None,
         )
         left = self._deadline - time.time()
         if left <= 0:
@@ -174,7 +215,7 @@ class _Placed:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 backend.router.failed(target.id)
-            raise from_rpc(error, Reason.PREFILL_UNAVAILABLE) from error
+            raise from_rpc(error, Reason.SESSION_LOST) from error
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
         if len(reply.vectors) != len(group.inputs):
@@ -183,45 +224,9 @@ class _Placed:
             )
         return list(reply.vectors)
 
-
-class _InLane(_Placed):
-    """One group of the batch lane."""
-
-    def __init__(self, backend: Backend, group: Group, context: int, deadline: float, turn: Turn) -> None:
-        super().__init__(backend, group, context, deadline)
-        self._turn = turn
-        self._asking: asyncio.Task[list[bytes]] | None = None
-
-    async def run(self) -> list[bytes]:
-        """As of the others. Refusals for want of room are no failures: they come again."""
-        # It generates nothing, so it never only generates: whoever wants the worker finds it left.
-        self._turn.bind(Asking(self._give_way, lambda: False, [EMBEDDINGS], lambda: self._group.longest))
-        failures = 0
-        try:
-            while True:
-                others = await self._turn.wait()
-                try:
-                    target = await self._route(others)
-                    if not self._turn.placed:
-                        continue
-                    made = await self._ask_until_wanted(target)
-                except BatonError as error:
-                    if not error.reason.retryable or time.time() >= self._deadline:
-                        raise
-                    failures += error.reason is not Reason.NO_CAPACITY
-                    if failures >= MAX_FAILURES:
-                        raise
-                    self._tokens = self._group.longest
-                    await self._turn.refused(error.reason)
-                else:
-                    if made is not None:
-                        return made
-        finally:
-            self._turn.leave()
-
     async def _ask_until_wanted(self, target: worker_pb2.Target) -> list[bytes] | None:
         """The vectors; None when the place was taken away."""
-        self._asking = asyncio.create_task(self._ask(target, batch=True), name=f"embed {self._group.uid} in the lane")
+        self._asking = asyncio.create_task(self._ask(target), name=f"embed {self._group.uid}")
         try:
             await asyncio.wait({self._asking})
             return None if self._asking.cancelled() else self._asking.result()

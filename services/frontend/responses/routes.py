@@ -14,8 +14,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import BatonError, Reason
-from services.frontend.asked import Api, Asked
+from services.frontend.asked import Asked
 from services.frontend.call import Ask
 from services.frontend.errors import invalid
 from services.frontend.frontend import Frontend
@@ -24,11 +23,11 @@ from services.frontend.respond import CompletionResponse, Job, Prepared
 from services.frontend.responses.background import Runs
 from services.frontend.responses.body import read_told
 from services.frontend.responses.follow import FollowResponse
-from services.frontend.responses.format import PREFIX, Final, ResponseFormat
+from services.frontend.responses.format import PREFIX, Final
 from services.frontend.responses.items import identified
-from services.frontend.responses.refer import earlier_of, read_references, stored
+from services.frontend.responses.prepare import format_of, read
 from services.frontend.responses.run import Run
-from services.frontend.responses.store import Kept, ResponseStore, with_ids
+from services.frontend.responses.store import Kept, with_ids
 
 PATH = "/v1/responses"
 PAGE, MAX_PAGE = 20, 100
@@ -39,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def add_responses(app: FastAPI, frontend: Frontend, receive: Receive) -> None:
-    """The routes of responses, and the store behind them."""
+    """The routes of responses."""
     responses = Responses(frontend, receive)
     app.add_route(PATH, responses.create, ["POST"])
     app.add_route(f"{PATH}/{{id}}", responses.retrieve, ["GET"])
@@ -54,7 +53,7 @@ class Responses:
     def __init__(self, frontend: Frontend, receive: Receive) -> None:
         self._frontend = frontend
         self._receive = receive
-        self.store = ResponseStore(frontend.metrics.responses_evicted, frontend.metrics.responses_bytes)
+        self.store = frontend.responses
         self.runs = Runs(frontend)
 
     async def create(self, request: Request) -> Response:
@@ -62,18 +61,17 @@ class Responses:
         entered, body = await self._receive(request, self._frontend, "responses")
         held = contextlib.ExitStack()
         held.callback(entered.leave)
-        uid = secrets.token_hex(12)
+        uid, frontend = secrets.token_hex(12), self._frontend
 
         async def prepare() -> Prepared | Response:
             try:
                 begun = time.time()
-                asked, asks, earlier = await self._read(body)
+                asked, asks, earlier = await read(frontend, body)
             finally:
                 body.clear()
                 entered.body_read()
             return self._prepared(uid, begun, asked, asks, earlier, held)
 
-        frontend = self._frontend
         job = Job(uid, "responses", prepare, held.close)
         return CompletionResponse(job, frontend.metrics, frontend.requests, frontend.client_stall_s)
 
@@ -114,31 +112,6 @@ class Responses:
             raise invalid("'order' must be asc or desc.", "order")
         return _json(await asyncio.to_thread(_page, kept.input, limit, order == "desc", query.get("after")))
 
-    async def _read(self, body: bytearray) -> tuple[Asked, list[Ask], tuple[bytes, ...]]:
-        """A checked body, with the conversation that it goes on with and the items that it refers to."""
-        asked, asks = await self._frontend.read(body, Api.RESPONSES)
-        earlier: tuple[bytes, ...] = ()
-        if not asked.prompts:
-            earlier = self._conversation(asked.previous) if asked.previous else ()
-            room = self._frontend.max_body_bytes - sum(map(len, earlier))
-            items = await asyncio.to_thread(stored, self.store, read_references(asked.told), room)
-            asked, asks = await self._frontend.read(body, Api.RESPONSES, earlier_of(earlier, items))
-        return asked, asks, earlier
-
-    def _conversation(self, id: str) -> tuple[bytes, ...]:
-        param = "previous_response_id"
-        try:
-            kept = self.store.get(id)
-        except BatonError:
-            text = f"Previous response with id '{id[:80]}' not found."
-            raise BatonError(Reason.PREVIOUS_RESPONSE_NOT_FOUND, text, param=param) from None
-        if kept.status not in ("completed", "incomplete"):
-            raise invalid(f"The response '{kept.id}' is {kept.status}: nothing can go on with it.", param)
-        if sum(map(len, kept.conversation)) > self._frontend.max_body_bytes:
-            text = f"The conversation is larger than {self._frontend.max_body_bytes} bytes."
-            raise BatonError(Reason.REQUEST_TOO_LARGE, text, param=param)
-        return kept.conversation
-
     def _prepared(
         self,
         uid: str,
@@ -158,22 +131,7 @@ class Responses:
             output = _members(final.response["output"])
             self.store.put(Kept(PREFIX + uid, final.status, _encode(final.response), items, output, earlier, run))
 
-        defaults = frontend.model.generation
-        head = {
-            "model": frontend.model.name,
-            **told.head,
-            "temperature": defaults.temperature if options.temperature is None else options.temperature,
-            "top_p": defaults.top_p if options.top_p is None else options.top_p,
-        }
-        format = ResponseFormat(
-            uid,
-            int(begun),
-            head,
-            voice=asked.voice,
-            tokenizer=frontend.model.tokenizer,
-            top=options.logprobs if told.logprobs else None,
-            keep=keep if told.store and run is None else None,
-        )
+        format = format_of(frontend, uid, begun, asked, told, keep if told.store and run is None else None)
         call = frontend.call(uid, asks, options, begun, promised=told.background)
         if run is None:
             return Prepared(call, format, options.stream, include_usage=True)

@@ -28,6 +28,7 @@ from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import BodyReader
 from services.frontend.ready import CardKeeper, Readiness
 from services.frontend.request import Backend
+from services.frontend.responses.store import ResponseStore
 from services.frontend.route import RouterClient
 from services.frontend.server import Server, listen, make_server
 from services.frontend.sessions import Sessions
@@ -317,6 +318,7 @@ class Stack:
             readiness=self.readiness,
             metrics=self.metrics,
             created=1,
+            responses=ResponseStore(self.metrics.responses_evicted, self.metrics.responses_bytes),
             **settings,
         )
         self.app = create_app(self.frontend)

@@ -23,9 +23,11 @@ from baton.v1 import registry_pb2, worker_pb2
 from services.frontend.batches import lane as lane_module
 from services.frontend.batches.idle import Seen
 from services.frontend.batches.metrics import BatchMetrics
+from services.frontend.embeddings import place
 from services.frontend.embeddings.answer import unit
 from services.frontend.embeddings.place import GROUP_INPUTS, GROUP_TOKENS, MAX_FAILURES, embed, grouped
-from tests.unit.frontend.peers import ScriptedWorker, Stack, running, until
+from services.frontend.lately import AWAY_S
+from tests.unit.frontend.peers import HANG_S, ScriptedWorker, Stack, running, until
 from tests.unit.frontend.test_failures import says
 
 pytestmark = pytest.mark.timeout(60)
@@ -151,10 +153,72 @@ async def test_a_client_that_leaves_ends_the_call(model: Model) -> None:
         await until(lambda: stack.frontend.gate.held == (0, 0))
 
 
-async def test_in_the_lane_it_gives_way_and_a_refusal_is_no_failure(
+def replies(reason: Reason) -> worker_pb2.EmbedReply:
+    return worker_pb2.EmbedReply(failure=failure(BatonError(reason, "not now")))
+
+
+async def test_who_was_away_for_a_moment_makes_them(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it said so: what is refused has not failed."""
+    monkeypatch.setattr(place, "_RETRY_S", (0.005, 0.01))
+    monkeypatch.setattr(place, "PATIENCE_S", HANG_S)
+    worker = embedder(model)
+
+    async def away(request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedReply:
+        return replies(Reason.DECODE_UNAVAILABLE) if len(worker.embeds) < MAX_FAILURES + 3 else await embeds(request)
+
+    worker.embed = away
+    async with running(model, worker) as stack:
+        assert (await ask(stack, input="hi")).status_code == 200
+
+
+async def test_who_is_lost_in_a_long_call_is_waited_for_as_at_its_start(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(place, "PATIENCE_S", 0.3)
+    worker = embedder(model)
+
+    async def lost_once(request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedReply:
+        if len(worker.embeds) > 1:
+            return await embeds(request)
+        await asyncio.sleep(0.5)
+        raise RuntimeError("the process is gone")
+
+    worker.embed = lost_once
+    async with running(model, worker) as stack:
+        assert (await ask(stack, input="hi")).status_code == 200
+
+
+class InLane:
+    """A lane over workers as a test says they are, and what it makes of an input."""
+
+    def __init__(self, *seen: Seen) -> None:
+        self.seen = {one.id: one for one in seen}
+        look = lambda _: list(self.seen.values())  # noqa: E731
+        self.lane = lane_module.Lane(look, lambda: False, BatchMetrics(CollectorRegistry()))
+
+    async def __aenter__(self) -> InLane:
+        self._running = asyncio.create_task(self.lane.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        assert self.lane.used() == {}
+
+    async def make(self, stack: Stack) -> list[bytes]:
+        return await embed(stack.frontend.backend, "u", [[7, 8]], 100, time.time() + 60, self.lane.turn)
+
+
+@pytest.fixture
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "BACKOFF_S", (0.001, 0.002))
+
+
+IDLE, BUSY = Seen("a", "cpu/a", 4, 0, 1e9), Seen("a", "cpu/a", 4, 1, 0.0)
+
+
+@pytest.mark.usefixtures("short_backoff")
+async def test_in_the_lane_it_gives_way_and_comes_again(model: Model) -> None:
     worker, other = embedder(model), embedder(model, "b")
     stopped = asyncio.Event()
 
@@ -165,34 +229,67 @@ async def test_in_the_lane_it_gives_way_and_a_refusal_is_no_failure(
             stopped.set()
         raise AssertionError
 
-    async def refuse_often(request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedReply:
-        if len(worker.embeds) < MAX_FAILURES + 3:
-            return worker_pb2.EmbedReply(failure=failure(BatonError(Reason.NO_CAPACITY, "others wait")))
-        return await embeds(request)
-
     worker.embed = slow
-    idle = {"a": Seen("a", "cpu/a", 4, 0, 1e9)}
-    busy = {"a": Seen("a", "cpu/a", 4, 1, 0.0)}
-    seen = idle | {"b": Seen("b", "cpu/b", 4, 4, 0.0)}  # which has no place
-    lane = lane_module.Lane(lambda _: list(seen.values()), lambda: False, BatchMetrics(CollectorRegistry()))
-    running_lane = asyncio.create_task(lane.run())
-    async with running(model, other, worker) as stack:
-        making = asyncio.create_task(embed(stack.frontend.backend, "u", [[7, 8]], 100, time.time() + 60, lane.turn))
+    no_place = Seen("b", "cpu/b", 4, 4, 0.0)
+    async with running(model, other, worker) as stack, InLane(IDLE, no_place) as world:
+        making = asyncio.create_task(world.make(stack))
         await until(lambda: len(worker.embeds) == 1)
-        seen.update(busy)
+        world.seen["a"] = BUSY
         await stopped.wait()
-        await until(lambda: not lane.used())
-        worker.embed = refuse_often
+        await until(lambda: not world.lane.used())
+        worker.embed = embeds
         await asyncio.sleep(3 * lane_module.TICK_S)
         assert len(worker.embeds) == 1, "it waits for its turn"
-        seen.update(idle)
+        world.seen["a"] = IDLE
         assert await making == [vector([7, 8])]
         assert other.embeds == []
         assert all(one.batch for one in worker.embeds)
-        assert lane.used() == {}
         assert not stack.router.outcomes, "nobody failed"
-    running_lane.cancel()
-    await asyncio.gather(running_lane, return_exceptions=True)
+
+
+@pytest.mark.usefixtures("short_backoff")
+@pytest.mark.parametrize("reason", [Reason.NO_CAPACITY, Reason.DRAINING, Reason.DECODE_UNAVAILABLE])
+async def test_in_the_lane_a_refusal_is_no_failure(model: Model, reason: Reason) -> None:
+    worker = embedder(model)
+
+    async def refuse_often(request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedReply:
+        return replies(reason) if len(worker.embeds) < 2 * MAX_FAILURES else await embeds(request)
+
+    worker.embed = refuse_often
+    async with running(model, worker) as stack, InLane(IDLE) as world:
+        assert await world.make(stack) == [vector([7, 8])]
+        assert not stack.router.outcomes, "nobody failed"
+
+
+@pytest.mark.usefixtures("short_backoff")
+@pytest.mark.parametrize("away_s", [1.0, 2 * AWAY_S])
+async def test_in_the_lane_it_waits_for_the_only_one_who_can(model: Model, away_s: float) -> None:
+    """For longer than a client would: until it is back."""
+    able, other = embedder(model), embedder(model, "other")
+    other.lacks = ["embeddings"]
+    async with running(model, able, other) as stack, InLane(Seen("o", "cpu/o", 4, 0, 1e9)) as world:
+        world.seen["o"] = Seen("o", "cpu/o", 4, 0, 1e9, lacks=frozenset({"embeddings"}))
+        stack.worker_view.change("a", None)
+        now = time.monotonic() + away_s
+        stack.client.lately._clock = lambda: now
+        stack.router.refusal = BatonError(Reason.INVALID_REQUEST, "LACKS: other cannot do embeddings")
+        making = asyncio.create_task(world.make(stack))
+        await until(lambda: making.done() or len(stack.router.requests) > 3 * MAX_FAILURES)
+        assert not making.done()
+        stack.router.refusal = None
+        world.seen["a"] = IDLE
+        assert await making == [vector([7, 8])]
+
+
+@pytest.mark.usefixtures("short_backoff")
+async def test_in_the_lane_what_kills_who_makes_it_ends(model: Model) -> None:
+    worker = embedder(model)
+    worker.embed = None
+    async with running(model, worker) as stack, InLane(IDLE) as world:
+        with pytest.raises(BatonError) as caught:
+            await world.make(stack)
+        assert caught.value.reason is Reason.SESSION_LOST
+        assert len(worker.embeds) == MAX_FAILURES
 
 
 @given(st.lists(st.integers(1, 3000), max_size=200))

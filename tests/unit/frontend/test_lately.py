@@ -13,7 +13,7 @@ from baton.errors import BatonError, Reason
 from baton.model.card import Model
 from baton.registry.view import View
 from baton.v1 import registry_pb2
-from services.frontend.lately import AWAY_S, Lately
+from services.frontend.lately import AWAY_S, LONG_AWAY_S, Lately
 from tests.unit.frontend.peers import HANG_S, ScriptedWorker, running
 from tests.unit.frontend.test_api import says
 
@@ -46,6 +46,9 @@ async def test_who_left_counts_for_a_while() -> None:
     assert lately.longest("m") == 900
     now += 1
     assert lately.longest("m") == 100
+    assert lately.longest("m", LONG_AWAY_S) == 900
+    assert lately.longer("small", LONG_AWAY_S)
+    assert not lately.longer("small")
     workers.change("large", told("large", 800))
     assert lately.longest("m") == 800
     workers.change("large", None)

@@ -116,7 +116,7 @@ def test_the_document_has_the_tables() -> None:
 
 def test_every_route_is_described() -> None:
     frontend: Any = type("F", (), {"model": type("M", (), {"name": "m"}), "api_keys": None, "cors_origins": (),
-                                   "requests": None,
+                                   "requests": None, "responses": None,
                                    "metrics": FrontendMetrics(CollectorRegistry())})()  # fmt: skip
     routes = {
         (method, route.path.replace("{model:path}", "{model}"))

@@ -17,9 +17,10 @@ from baton.errors import BatonError, Reason
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.inbox import Inbox
+from services.frontend.lately import AWAY_S
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.prompt import Prompt, Prompts
-from services.frontend.request import Backend, Broken, Generation, Item, Output, Work
+from services.frontend.request import MAX_FAILURES, Backend, Broken, Generation, Item, Output, Work
 from services.frontend.route import RouterClient
 from services.frontend.session import Sink
 from services.frontend.sessions import Sessions
@@ -65,7 +66,7 @@ class Peers:
         self.outcomes: list[router_pb2.Outcome] = []
         self.attached: set[tuple[str, int]] = set()
 
-    async def route(self, request: router_pb2.RouteRequest) -> worker_pb2.Plan:
+    async def route(self, request: router_pb2.RouteRequest, away_s: float = AWAY_S) -> worker_pb2.Plan:
         if self.nowhere is not None:
             raise self.nowhere
         return worker_pb2.Plan(mode=worker_pb2.MODE_MERGED, worker=worker_pb2.Target(id=f"w{request.attempt}"))
@@ -307,6 +308,36 @@ async def test_one_of_the_lane_is_never_failed_for_want_of_room() -> None:
     peers.submitted[0].sink.on_event(peers.submitted[0].tokens(0, 0, 1))
     assert turn.begun()
     assert not generation._backend.placed.outputs(), "it is nobody's load"
+    generation.close()
+
+
+async def test_one_of_the_lane_is_never_failed_by_an_engine_that_is_away() -> None:
+    """Its worker takes attempts and fails them at once, until it knows."""
+    peers, turn = Peers(0), Places()
+    generation, inbox = make(peers, 1, turn)
+    reader = Reader(generation, inbox, 1)
+    await generation.start()
+    for _ in range(3 * MAX_FAILURES):
+        attempt = peers.submitted[-1]
+        event = worker_pb2.Event(uid="uid", attempt=attempt.message.attempt)
+        event.failure.reason = "DECODE_UNAVAILABLE"
+        attempt.sink.on_event(event)
+        await reader.read()
+    assert turn.refusals == 3 * MAX_FAILURES
+    generation.close()
+
+
+async def test_one_of_the_lane_that_kills_its_worker_each_time_ends() -> None:
+    peers = Peers(0)
+    generation, inbox = make(peers, 1, Places())
+    reader = Reader(generation, inbox, 1)
+    await generation.start()
+    for _ in range(MAX_FAILURES):
+        peers.submitted[-1].sink.on_lost(BatonError(Reason.SESSION_LOST, "gone"))
+        await reader.read()
+    peers.submitted[-1].sink.on_lost(BatonError(Reason.SESSION_LOST, "gone"))
+    with pytest.raises(BatonError, match="gone"):
+        await reader.read()
     generation.close()
 
 

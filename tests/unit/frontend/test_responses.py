@@ -19,6 +19,7 @@ from tests.response_stream import ResponseStream, read_response_stream
 from tests.unit.frontend.peers import Attempt, ScriptedWorker, Stack, running, until
 from tests.unit.frontend.talks import PARAMETERS, RESPONSE_TOOLS, SAID, dies, fails, http_to, openai_client, stalls
 from tests.unit.frontend.test_api import TEXT, budget, says
+from tests.unit.frontend.test_losses import failed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -312,7 +313,7 @@ async def test_items_that_are_not_there_are_told(stack: Stack) -> None:
 async def test_items_referred_to_are_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await create(stack, input=[{"role": "user", "content": "word " * 100} for _ in range(2)])
     items = [item.id async for item in openai_client(stack).responses.input_items.list(first.id)]
-    monkeypatch.setattr("services.frontend.responses.routes.stored", lambda *asked: stored(*asked[:2], 900))
+    monkeypatch.setattr("services.frontend.responses.prepare.stored", lambda *asked: stored(*asked[:2], 900))
     await create(stack, input=refers(items[0]))
     status, body = await refused(stack, input=refers(*items))
     assert (status, body["error"]["code"], body["error"]["param"]) == (413, "request_too_large", "input")
@@ -385,6 +386,24 @@ async def test_the_background_waits_for_room(stack: Stack) -> None:
     await until(lambda: stack.count("requests", endpoint="responses_background", outcome="ok") == 1)
     async with http_to(stack) as http:
         assert (await http.get(f"/v1/responses/{response.id}")).json()["status"] == "completed"
+
+
+async def test_the_background_waits_for_an_engine_that_is_away(model: Model) -> None:
+    """Its worker takes it and fails it at once, until it knows."""
+    back = asyncio.Event()
+
+    async def script(attempt: Attempt) -> None:
+        if back.is_set():
+            await says(model)(attempt)
+        else:
+            await attempt.send(failed(attempt, Reason.DECODE_UNAVAILABLE))
+
+    worker = ScriptedWorker("merged-1", script)
+    async with running(model, worker) as stack:
+        response = await create(stack, background=True)
+        await until(lambda: len(worker.attempts) > 10 or stack.frontend.gate.held == (0, 0))
+        back.set()
+        assert (await finished(stack, response.id)).status == "completed"
 
 
 async def test_the_background_is_followed_from_any_event_on(model: Model) -> None:

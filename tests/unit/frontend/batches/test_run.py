@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +22,11 @@ from services.frontend.batches.answer import Answer, Answerer, line_of
 from services.frontend.batches.batch import WINDOW_S, Batch, Status
 from services.frontend.batches.batches import Batches
 from services.frontend.batches.metrics import BatchMetrics
+from services.frontend.batches.usage import Usage
 
 LINES = 20
+USAGE = Usage(input=2, output=5, cached=1)
+"""Of each line that is answered well."""
 HANG_S = 60.0
 
 
@@ -38,8 +42,10 @@ class Scripted(Answerer):
             await asyncio.Event().wait()
         await asyncio.sleep(0)
         self.answered[custom_id] += 1
-        ok = int(custom_id) % 3 != 0
-        return Answer(ok, line_of(custom_id, error=None if ok else ("bad", "bad")), "ok" if ok else "bad")
+        if int(custom_id) % 3 == 0:
+            return Answer(False, line_of(custom_id, error=("bad", "bad")), "bad")
+        answered = b'{"usage":{"prompt_tokens":2,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":1}}}'
+        return Answer(True, line_of(custom_id, answered=(200, "r", msgspec.Raw(answered))), "ok", USAGE)
 
 
 class World:
@@ -49,7 +55,7 @@ class World:
         self.background = Background("test")
         metrics = BatchMetrics(CollectorRegistry())
         self.answerer = answerer or Scripted()
-        self.batches = Batches(directory, 1 << 20, most, self.answerer, lambda: 4, self.background, metrics)
+        self.batches = Batches(directory, "m", 1 << 20, most, self.answerer, lambda: 4, self.background, metrics)
 
     async def __aenter__(self) -> Batches:
         await self.batches.open()
@@ -124,6 +130,7 @@ def test_interrupted_anywhere_each_line_is_in_once(
             id = id or (await put(batches)).id
             batch = await over(batches, id)
             assert (batch.status, batch.total, batch.done, batch.failed) == (Status.COMPLETED, LINES, 13, 7)
+            assert batch.usage == Usage(input=26, output=65, cached=13)
             complete(batches, batch)
 
     asyncio.run(play())
@@ -274,6 +281,29 @@ async def test_an_input_may_run_out_of_time_before_its_batch(tmp_path: Path, mon
         assert batches._space.used == len(batches.files) == 0
         assert batches.get(batch.id).shown()["output_file_id"]
         assert world.batches.metrics.expired._value.get() == 3
+
+
+async def test_without_a_word_files_stay_for_thirty_days(tmp_path: Path) -> None:
+    async with World(tmp_path) as batches:
+        await over(batches, (await put(batches)).id)
+        files = batches.files.all()
+        assert [file.purpose for file in files].count("batch_output") == 2
+        assert all(file.expires == file.created + 30 * 24 * 3600 for file in files)
+
+
+async def test_records_of_older_versions_are_read(tmp_path: Path) -> None:
+    async with World(tmp_path, Scripted(3)) as batches:
+        batch = await put(batches)
+        async with asyncio.timeout(HANG_S):
+            while batches.get(batch.id).status is Status.VALIDATING:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+    record = tmp_path / "batches" / f"{batch.id}.json"
+    old = {k: v for k, v in json.loads(record.read_bytes()).items() if k not in ("usage", "model")}
+    record.write_text(json.dumps(old | {"output_seconds": None}))
+    async with World(tmp_path) as batches:
+        batch = await over(batches, batch.id)
+        assert (batch.status, batch.usage, batch.model) == (Status.COMPLETED, Usage(26, 65, 13), None)
+        assert batches.files.get(batch.output_file_id or "").expires is None
 
 
 async def test_two_cannot_have_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
