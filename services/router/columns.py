@@ -72,7 +72,7 @@ class Columns:
         cells = self._cells
         for row, tokens in cached:
             cells[row] = cells[row + rows] = cells[row + 2 * rows] = prompt_tokens - tokens
-        loading = [(of, self._load(of, rest, token_s)) for of, rest, token_s in loads]
+        loading = [(of, self._load(of, rest, token_s)) for of, rest, token_s in loads] if loads else ()
         np.multiply(self._of_token, self._uncached, self._grown)
         np.subtract(self._free, now - self.since, self._queue)
         np.maximum(self._bounded, self._least, out=self._bounded)

@@ -15,6 +15,7 @@ from services.router.costs import (
     Ask,
     Parameters,
     Role,
+    Told,
     WorkerState,
     own_cost,
     pair_cost,
@@ -159,13 +160,16 @@ def test_queue_begins_when_the_streams_are_full() -> None:
 
 
 def test_a_queue_passes_while_nobody_reports() -> None:
-    told = worker(Role.PREFILL, queued_tokens=500.0, as_of=100.0)
-    assert queue_seconds(told, ask(now=100.0)) == pytest.approx(1.0)
-    assert queue_seconds(told, ask(now=100.4)) == pytest.approx(0.6)
-    assert queue_seconds(told, ask(now=103.0)) == 0.0
-    later = told.reserved(0, 50.0, 0, 0.0, 100.8)
-    assert (later.queued_tokens, later.as_of) == (pytest.approx(150.0), 100.8)
-    assert told.reserved(0, 50.0, 0, 0.0, 109.0).queued_tokens == 50.0, "only what was promised since"
+    prefill = worker(Role.PREFILL, queued_tokens=500.0, max_context=0, as_of=100.0)
+    assert queue_seconds(prefill, ask(now=100.0)) == pytest.approx(1.0)
+    assert queue_seconds(prefill, ask(now=100.4)) == pytest.approx(0.6)
+    assert queue_seconds(prefill, ask(now=103.0)) == 0.0
+    told = Told(streams=0, queued_tokens=500.0, blocks_free=1000, at=100.0)
+    prefill.promise(told, 0, 50.0, 3, 0.0, 100.8)
+    assert (prefill.queued_tokens, prefill.as_of) == (pytest.approx(150.0), 100.8)
+    assert prefill.longest == 996 * 32
+    prefill.promise(told, 0, 50.0, 0, 0.0, 109.0)
+    assert prefill.queued_tokens == 50.0, "only what was promised since"
 
 
 def test_the_decode_queue_passes_while_the_prefill_computes() -> None:
@@ -385,7 +389,7 @@ def test_any_choice_is_allowed_and_cheapest(
 ) -> None:
     request = ask(tokens, strict=strict, merged_only=merged_only)
     everything = candidates(workers, request, rate, P, exhaustive=True)
-    assert all(min(c.terms.by_name().values()) >= 0.0 for c in everything)
+    assert all(min(c.terms) >= 0.0 for c in everything)
     result = choose(everything, request, P)
     assert result == choose(list(reversed(everything)), request, P)
     if isinstance(result, Refusal):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.costs import Ask, Parameters, Role, WorkerState, decode_side, own_cost, prefill_side
+from services.router.costs import Ask, Parameters, Role, WorkerState, decode_side, own_cost, prefill_side, queue_seconds
 from services.router.devices import with_neighbours
 from services.router.policy import Choice, candidates, choose
 from services.router.shortlist import Fleet
@@ -81,7 +81,7 @@ def test_the_few_hold_the_cheapest_hand_over_and_merged_worker(
         else:
             # The sides ignore that a decode worker's own queue passes while the prefill computes.
             assert found is not None
-            overlap = max((s.queued_tokens / s.prefill_tok_s for s in workers if s.role is Role.DECODE), default=0.0)
+            overlap = max((queue_seconds(s, request) for s in workers if s.role is Role.DECODE), default=0.0)
             steps = max(s.step_s for s in workers)
             assert found <= best + 2 * P.tie_s + overlap + 2 * steps
 
