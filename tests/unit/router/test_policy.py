@@ -22,7 +22,7 @@ from services.router.costs import (
     prefill_seconds,
     queue_seconds,
 )
-from services.router.policy import Candidate, Choice, Mode, Refusal, candidates, choose
+from services.router.policy import Candidate, Choice, Mode, Refusal, _barred, candidates, choose
 
 P = Parameters()
 BLOCK_BYTES = 737_280  # 32 tokens of a 135M model in bf16
@@ -190,6 +190,14 @@ def test_transfer_is_only_what_decode_lacks() -> None:
 def test_hits_never_cover_the_last_token() -> None:
     assert ask(64, hits={"decode-0": 64}).cached(worker(Role.DECODE)) == 32
     assert ask(65, hits={"decode-0": 64}).cached(worker(Role.DECODE)) == 64
+
+
+@given(st.integers(1, 400), st.integers(0, 12), st.sampled_from([0, 10]), st.sampled_from([0, 1, 64, 200, 320, 321]))
+def test_a_worker_that_is_barred_is_told_why(prompt: int, free: int, blocks: int, context: int) -> None:
+    """Whoever takes a prompt of that length is not asked why not: the two must agree."""
+    one = worker(Role.MERGED, blocks_free=free, blocks_total=blocks, max_context=context)
+    assert bool(_barred(one, ask(prompt))) == (prompt > one.longest)
+    assert replace(one, unusable="DRAINING: x").longest == -1.0
 
 
 @pytest.mark.parametrize(
