@@ -4,7 +4,7 @@
     serve     until SIGTERM, SIGINT or `end`
     leave     the service drains, at most `drain_s` + LEAVE_S
     close     the registry, background tasks, and what was opened, in reverse, at most CLOSE_S
-    exit      `os._exit`: a transport's own teardown may crash
+    exit      says `left` if it was told to, then `os._exit`: a transport's own teardown may crash
 
 Kubernetes kills a pod 30 s after SIGTERM: with the default `drain_s` the sum stays below that. A second signal ends the
 process at once.
@@ -92,8 +92,12 @@ class Process:
             await self._close(serving)
         if serving.done() and not serving.cancelled():
             serving.result()
+        code = self._stop.result() if self._stop.done() else 0
+        if self._ready and code == 0:
+            # To who looks later (`baton status`): this was no death.
+            print(json.dumps({"left": True, "id": self.id}), flush=True)
         _log.info("left")
-        return self._stop.result() if self._stop.done() else 0
+        return code
 
     def _on_signal(self) -> None:
         if self._stop.done():

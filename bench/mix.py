@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -43,12 +44,20 @@ from bench.mix_figures import Turn, compare, figures, turn_of
 from bench.mix_show import plot, show
 from bench.mixes import CHAT_PROMPT, CHAT_TOKENS, DOCUMENT_PROMPT, DOCUMENT_TOKENS, MIXES, Idle, Mix, Prompts, arrivals
 from bench.run import Run, running
+from bench.sim.cores import Speed
+from bench.sim.mixed import idle as simulated_idle
+from bench.sim.mixed import simulate
+from services.router.costs import Parameters
 
 CHUNKS = (64, 256)
 """The best of the five that bench/pd.py tries, and the default."""
+TRIAL_TURNS = 2
+TRIAL_SEED = 98
+"""Seeds of arrivals that no measured turn has."""
 RUSH = 32
 """Chats at once before anything is measured: then every worker of ours has had some, and the rates that the router has
 of it are no longer those of a start on which two measured on one core."""
+TURNS, SIMULATED_TURNS = 2, 24
 PD_CHUNK = 256
 """Of a prefill worker: it freezes no stream, and a larger chunk reads the weights less often."""
 CHATS = 4
@@ -116,13 +125,17 @@ async def idle_figures(run: Run) -> Idle:
 def try_chunks(
     console: Console, idle: Idle, seconds: float, model: str, chunks: Sequence[int] = CHUNKS
 ) -> dict[int, dict[str, Any]]:
-    """One turn of merged on the balanced mix with each chunk size."""
+    """Some turns of merged on the balanced mix with each chunk size, pooled: in a single one often no document comes
+    while chats stream."""
     mix, tried = MIXES[1], {}
     for chunk in chunks:
         with ExitStack() as stack:
             runs = merged_pair(stack, chunk, model, SETTINGS)
             asyncio.run(send(runs, [words(DOCUMENT_PROMPT)], DOCUMENT_TOKENS))
-            tried[chunk] = figures([asyncio.run(turn(runs, mix, idle, Prompts(mix), 99, seconds))])
+            turns = [
+                asyncio.run(turn(runs, mix, idle, Prompts(mix), TRIAL_SEED + n, seconds)) for n in range(TRIAL_TURNS)
+            ]
+            tried[chunk] = figures(turns)
         console.print(f"  merged, chunk {chunk}: {_said(tried[chunk])}", style="dim", soft_wrap=True)
     return tried
 
@@ -151,26 +164,28 @@ def measure(
 def _said(f: dict[str, Any]) -> str:
     return (
         f"ITL p99 {f['itl_p99_ms']:.0f} ms, TTFT {f['chat_ttft_p50_s']:.2f} and {f['document_ttft_p50_s']:.2f} s, "
-        f"good {f['good_turns'][0]}, errors {f['errors']}"
+        f"good {' and '.join(f['good_turns'])}, errors {f['errors']}"
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run it. With --json the last line is one JSON object."""
-    parser = argparse.ArgumentParser(prog="baton bench mix", description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--turns", type=int, default=2, help="measured turns of each setup in each mix")
-    parser.add_argument("--seconds", type=float, default=15.0, help="length of a turn")
-    parser.add_argument("--chunk", type=int, default=0, help="merged's chunk size; 0 tries some first")
-    parser.add_argument("--mixes", nargs="*", default=[mix.name for mix in MIXES], help="some of the mixes")
-    parser.add_argument("--model", default="", help="model file or directory; default: the one of `baton up`")
-    parser.add_argument("--plot", default="", metavar="FILE.png", help="draw ITL p99 and goodput by mix")
-    options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started is ended
-    chosen = [mix for mix in MIXES if mix.name in options.mixes]
-    console = Console()
-    began = time.monotonic()
-    results: dict[str, dict[str, list[Turn]]] = {}
+@dataclass(frozen=True)
+class Measured:
+    """Turns by mix and setup, under the SLO that `idle` makes; `chunk` is merged's, `tried` what trying some gave."""
+
+    turns: dict[str, dict[str, list[Turn]]]
+    idle: Idle
+    chunk: int
+    tried: dict[int, dict[str, Any]]
+
+
+def simulated(mixes: Sequence[Mix], turns: int, seconds: float, chunk: int) -> Measured:
+    """The same in the simulator."""
+    found = {mix.name: simulate(mix, turns, seconds, chunk, Parameters()) for mix in mixes}
+    return Measured(found, simulated_idle(Speed()), chunk, {})
+
+
+def on_engines(console: Console, mixes: Sequence[Mix], options: argparse.Namespace) -> Measured:
+    """Start everything, and measure every mix."""
     with ExitStack() as stack:
 
         def up(*flags: str) -> list[Run]:
@@ -200,8 +215,37 @@ def main(argv: list[str] | None = None) -> int:
         for runs in setups.values():
             asyncio.run(send(runs, [words(DOCUMENT_PROMPT), words(DOCUMENT_PROMPT)], DOCUMENT_TOKENS))
             asyncio.run(send(runs, [words(CHAT_PROMPT) for _ in range(RUSH // len(runs))], CHAT_TOKENS, at_once=True))
-        for mix in chosen:
-            results[mix.name] = measure(console, setups, mix, idle, options.turns, options.seconds)
+        turns = options.turns or TURNS
+        return Measured(
+            {mix.name: measure(console, setups, mix, idle, turns, options.seconds) for mix in mixes}, idle, chunk, tried
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it. With --json the last line is one JSON object."""
+    parser = argparse.ArgumentParser(prog="baton bench mix", description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="measured turns of each setup in each mix (2; simulated, 24)"
+    )
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of a turn")
+    parser.add_argument("--chunk", type=int, default=0, help="merged's chunk size; 0 tries some first")
+    parser.add_argument("--mixes", nargs="*", default=[mix.name for mix in MIXES], help="some of the mixes")
+    parser.add_argument("--model", default="", help="model file or directory; default: the one of `baton up`")
+    parser.add_argument(
+        "--simulate", action="store_true", help="in the simulator: seconds instead of minutes, no engine"
+    )
+    parser.add_argument("--plot", default="", metavar="FILE.png", help="draw ITL p99 and goodput by mix")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started is ended
+    chosen = [mix for mix in MIXES if mix.name in options.mixes]
+    console = Console()
+    began = time.monotonic()
+    if options.simulate:
+        measured = simulated(chosen, options.turns or SIMULATED_TURNS, options.seconds, options.chunk or PD_CHUNK)
+    else:
+        measured = on_engines(console, chosen, options)
+    results, idle = measured.turns, measured.idle
     result: dict[str, Any] = {}
     for name, of in results.items():
         told = {setup: figures(turns) for setup, turns in of.items()}
@@ -210,8 +254,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot:
         plot(results, options.plot)
     result |= {
-        "merged_chunk": chunk,
-        "merged_chunks": {str(c): {k: f[k] for k in ("itl_p99_ms", "goodput")} for c, f in tried.items()},
+        "simulated": options.simulate,
+        "merged_chunk": measured.chunk,
+        "merged_chunks": {str(c): {k: f[k] for k in ("itl_p99_ms", "goodput")} for c, f in measured.tried.items()},
         "slo": {"ttft_s": round(idle.slo_ttft_s, 3), "tpot_s": round(idle.slo_tpot_s, 4)},
         "seconds": round(time.monotonic() - began),
     }

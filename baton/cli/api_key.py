@@ -19,8 +19,8 @@ def authorization() -> dict[str, str]:
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise CliError(f"BATON_API_KEYS_FILE: {error}") from error
+        raise CliError(f"BATON_API_KEYS_FILE: {error}", "name the file that the frontend was started with") from error
     for line in lines:
         if line and not line.startswith("#"):
             return {"authorization": f"Bearer {line}"}
-    raise CliError(f"BATON_API_KEYS_FILE: {path} has no key")
+    raise CliError(f"BATON_API_KEYS_FILE: {path} has no key", "one key a line; # begins a comment")

@@ -12,6 +12,7 @@ from baton.cli.home import Home
 from baton.cli.rpc import running
 
 ANSWER_S = 15.0
+_SEE = "see `baton status` and `baton logs frontend`"
 
 
 def explain(home: Home, prompt: str, *, max_tokens: int, raw: bool) -> dict[str, Any]:
@@ -23,10 +24,15 @@ def explain(home: Home, prompt: str, *, max_tokens: int, raw: bool) -> dict[str,
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             reply = client.post("/v1/baton/explain", json={"model": model, "max_tokens": max_tokens, **asked})
             answer: dict[str, Any] = reply.json()
+    except httpx.HTTPStatusError as error:
+        hint = "BATON_API_KEYS_FILE names the file of its keys" if error.response.status_code == 401 else _SEE
+        raise CliError(f"{url} answers {error.response.status_code}: {error.response.text[:200]}", hint) from error
     except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise CliError(f"{url} does not answer: {error!r}", "see `baton status` and `baton logs frontend`") from error
+        raise CliError(f"{url} does not answer: {error!r}", _SEE) from error
     if "error" in answer:
-        too_long = answer["error"].get("code") == "context_length_exceeded"
-        hint = "give a shorter prompt, or fewer --max-tokens" if too_long else "--raw leaves the chat template out"
+        if answer["error"].get("code") == "context_length_exceeded":
+            hint = "give a shorter prompt, or fewer --max-tokens"
+        else:
+            hint = "--raw leaves the chat template out" if reply.status_code == 400 and not raw else _SEE
         raise CliError(answer["error"]["message"], hint)
     return answer

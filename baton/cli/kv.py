@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated, Any
 
 import grpc
@@ -15,7 +13,7 @@ from baton.cli.errors import CliError
 from baton.cli.home import find_home
 from baton.cli.process import process_of, records
 from baton.cli.rpc import ask, running
-from baton.cli.show import err, out, seconds
+from baton.cli.show import err, out, print_json, seconds
 from baton.v1 import kvstore_pb2 as pb
 from baton.v1 import kvstore_pb2_grpc
 
@@ -44,7 +42,7 @@ def stats(store: Where = "", as_json: Json = False) -> None:
     """Show each tier (capacity, use, speed, state) and what became of look-ups and offers."""
     reply = ask(_address(store), lambda channel: _stub(channel).Stats(pb.StatsRequest(), timeout=ANSWER_S))
     if as_json:
-        _print_json(_stats_json(reply))
+        print_json(_stats_json(reply))
         return
     table = Table("tier", "state", "used", "of", "blocks", "pinned", "one block", "rate", box=None, pad_edge=False)
     for tier in reply.tiers:
@@ -77,7 +75,7 @@ def list_blocks(
     """List blocks: key, tenant, tiers, pins, how long unused, how long they have left."""
     blocks, total = ask(_address(store), lambda channel: _list(channel, tenant, None if as_json else limit))
     if as_json:
-        _print_json(
+        print_json(
             [
                 {
                     "key": block.key.hex(),
@@ -112,7 +110,7 @@ def clear(
     request = pb.ClearRequest(tenant=tenant, fingerprint=fingerprint)
     reply = ask(_address(store), lambda channel: _stub(channel).Clear(request, timeout=CLEAR_S))
     if as_json:
-        _print_json({"dropped": reply.dropped})
+        print_json({"dropped": reply.dropped})
     else:
         out.print(f"{reply.dropped} blocks forgotten")
 
@@ -122,7 +120,7 @@ def verify(store: Where = "", as_json: Json = False) -> None:
     """Read every block of every tier and check it; what fails is dropped. Exit code 1 when something failed."""
     last = ask(_address(store), _verify)
     if as_json:
-        _print_json({"checked": last.checked, "total": last.total, "failed": last.failed})
+        print_json({"checked": last.checked, "total": last.total, "failed": last.failed})
     elif last.failed:
         out.print(f"{last.checked} blocks checked, [red]{last.failed} failed[/] and were dropped")
     else:
@@ -186,7 +184,3 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit in ("B", "KiB") else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")

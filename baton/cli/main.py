@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,16 +17,18 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from baton.cli import kv, sglang
+from baton.cli.again import me, up_again
 from baton.cli.errors import CliError
 from baton.cli.home import HOME, Home, find_home, project_root
 from baton.cli.model import app as model_app
 from baton.cli.process import settings
-from baton.cli.show import LiveProgress, err, out, seconds, show_error
+from baton.cli.show import LiveProgress, err, notes, out, print_json, seconds, show_error
 from baton.cli.stack import ENGINES, Options
+from baton.cli.terms import MORE, TERMS, explain_help
 
 
 class _Group(TyperGroup):
-    """Turns CliError, wherever it comes from, into its lines and exit code 1."""
+    """Turns CliError, wherever it comes from, into its lines and exit code 1; a file that cannot be had likewise."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -35,8 +36,14 @@ class _Group(TyperGroup):
         except CliError as error:
             show_error(error)
             raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            err.print("stopped")
+        except OSError as error:
+            if error.filename is None and error.errno != errno.ENOSPC:
+                raise
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+            show_error(CliError(what, f"files lie in {find_home().root}; {HOME} names another folder"))
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt as interrupt:
+            err.print("; ".join(["interrupted", *notes(interrupt)]), markup=False)
             raise typer.Exit(130) from None
 
 
@@ -147,7 +154,7 @@ def up(
     with LiveProgress() as progress:
         running = bring_up(home, options, progress)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "url": running.url,
                 "model": running.model,
@@ -167,10 +174,8 @@ def up(
         markup=False,
         soft_wrap=True,
     )
-    me = "baton" if shutil.which("baton") else home.shown(Path(sys.argv[0]).resolve())
-    if HOME in os.environ:
-        me = f"{HOME}={shlex.quote(os.environ[HOME])} {me}"
-    out.print(f"  logs: {home.shown(home.logs)}/   status: {me} status   end: {me} down", soft_wrap=True)
+    again = me(home)
+    out.print(f"  logs: {home.shown(home.logs)}/   status: {again} status   end: {again} down", soft_wrap=True)
 
 
 @app.command()
@@ -180,7 +185,7 @@ def down(as_json: Json = False) -> None:
 
     done = bring_down(find_home())
     if as_json:
-        _print_json({"stopped": done.stopped, "killed": done.killed})
+        print_json({"stopped": done.stopped, "killed": done.killed})
     elif not done.stopped and not done.killed:
         out.print("nothing was running")
     else:
@@ -191,14 +196,16 @@ def down(as_json: Json = False) -> None:
 def status(as_json: Json = False) -> None:
     """Show each process: where it listens, what it uses, and how the router sees it.
 
-    Exit code 0 when all of them run, 1 when one is dead or nothing runs.
+    Exit code 0 when all of them run, or left because they were told to (`drained`); 1 when one is dead or nothing runs.
+    What is drained or dead, `baton up` starts again.
     """
-    from baton.cli.status import Row
+    from baton.cli.status import DRAINED, Row
     from baton.cli.status import status as measure
 
-    found = measure(find_home())
+    home = find_home()
+    found = measure(home)
     if as_json:
-        _print_json(found.as_json())
+        print_json(found.as_json())
     elif not found.rows:
         out.print("nothing is running; start with `baton up`")
     else:
@@ -214,22 +221,26 @@ def status(as_json: Json = False) -> None:
                 **row.router
             )
 
+        colours = {"running": "green", DRAINED: "yellow"}
         for row in found.rows:
-            alive = row.state == "running"
+            gone = row in found.gone
             table.add_row(
                 row.name,
                 row.engine,
                 row.id,
-                str(row.pid),
+                "" if gone else str(row.pid),
                 row.address.removeprefix("127.0.0.1"),
-                f"[{'green' if alive else 'red'}]{row.state}[/]",
-                f"{row.memory_bytes / 2**20:.0f} MiB",
-                f"{row.cpu_percent:.1f}%",
-                seconds(row.uptime_s),
+                f"[{colours.get(row.state, 'red')}]{row.state}[/]",
+                "" if gone else f"{row.memory_bytes / 2**20:.0f} MiB",
+                "" if gone else f"{row.cpu_percent:.1f}%",
+                "" if gone else seconds(row.uptime_s),
                 seen(row),
             )
         out.print(table)
         out.print(f"registry: {found.registry}", style="dim", markup=False)
+        if found.gone:
+            names = ", ".join(f"{row.name} ({row.state})" for row in found.gone)
+            out.print(f"start again {names}: {up_again(home)}", markup=False, soft_wrap=True)
     if not found.healthy:
         raise typer.Exit(1)
 
@@ -276,19 +287,19 @@ def bench(
     _become([sys.executable, "-m", f"bench.{name}", *context.args])
 
 
-@app.command()
+@app.command(help=explain_help())
 def explain(
     prompt: Annotated[str, typer.Argument(help="The text of a user's message.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="As in the request.")] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Take the text as it is, without the chat template.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Ask the router where this prompt would run, and why: every candidate with its predicted milliseconds."""
+    """See `explain_help`."""
     from baton.cli.explain import explain as ask_router
 
     reply = ask_router(find_home(), prompt, max_tokens=max_tokens, raw=raw)
     if as_json:
-        _print_json(reply)
+        print_json(reply)
         return
     table = Table("", "mode", "worker", "prefill", "total ms", "terms", "cached", box=None, pad_edge=False)
     for one in reply["candidates"]:
@@ -299,6 +310,14 @@ def explain(
         table.add_row(sign, one["mode"], one["worker"], one["prefill"], why, terms, cached)
     out.print(table)
     out.print(f"{reply['prompt_tokens']} tokens: {reply['summary']}", markup=False)
+    shown = {term for one in reply["candidates"] for term, value in one["terms_ms"].items() if value}
+    legend = Table(box=None, pad_edge=False, show_header=False, style="dim")
+    for term, meaning in TERMS.items():
+        if term in shown:
+            legend.add_row(term, meaning)
+    if shown:
+        out.print(f"\nterms, in ms of cost; the lowest total wins (`baton explain --help`, {MORE})", style="dim")
+        out.print(legend)
 
 
 @app.command(
@@ -346,14 +365,19 @@ def drain(
     ] = 20.0,
     as_json: Json = False,
 ) -> None:
-    """Let a process take nothing new, finish or move what it has, and leave. `baton up` starts it again."""
+    """Let a process take nothing new, finish or move what it has, and leave.
+
+    `baton up`, with the options of the run, starts it again. Exit code 1 when requests were left unfinished.
+    """
     from baton.cli.drain import drain as ask_process
 
-    remaining = ask_process(find_home(), process, deadline)
+    home = find_home()
+    remaining = ask_process(home, process, deadline)
     if as_json:
-        _print_json({"process": process, "remaining": remaining})
+        print_json({"process": process, "remaining": remaining})
     else:
-        out.print(f"{process} has left" if not remaining else f"{process} has left {remaining} requests unfinished")
+        left = f"{process} has left" + (f" {remaining} requests unfinished" if remaining else "")
+        out.print(f"{left}; start it again: {up_again(home)}", markup=False, soft_wrap=True)
     if remaining:
         raise typer.Exit(1)
 
@@ -376,14 +400,14 @@ def fetch(
         model = default_model(home, lambda text: progress.step("model", text))
         if vllm:
             model = as_directory(home, model, lambda text: progress.step("model", text))
-        progress.step("model", "ready")
+        progress.step("model", "ready", done=True)
         etcd = find_etcd(home, lambda text: progress.step("etcd", text))
-        progress.step("etcd", "ready")
+        progress.step("etcd", "ready", done=True)
         python = vllm_python(lambda text: progress.step("vllm", text)) if vllm else ""
         if vllm:
-            progress.step("vllm", "ready")
+            progress.step("vllm", "ready", done=True)
     if as_json:
-        _print_json({"model": str(model), "etcd": etcd, **({"vllm": python} if vllm else {})})
+        print_json({"model": str(model), "etcd": etcd, **({"vllm": python} if vllm else {})})
         return
     lines = [f"model: {home.shown(model)}", f"etcd:  {etcd}", *([f"vllm:  {python}"] if vllm else [])]
     out.print("\n".join(lines), markup=False, soft_wrap=True)
@@ -414,10 +438,6 @@ def _become(command: list[str]) -> NoReturn:
     if root := project_root():
         os.chdir(root)
     os.execv(command[0], command)
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 if __name__ == "__main__":

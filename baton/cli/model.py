@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from baton.cli.errors import CliError
-from baton.cli.show import err, out
+from baton.cli.show import err, out, print_json
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Prepare models: `baton model convert`.")
 
@@ -35,6 +35,7 @@ def convert(
         ),
     ] = "float32",
     force: Annotated[bool, typer.Option("--force", help="Write over a model that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")] = False,
 ) -> None:
     """Write a GGUF file as a directory of safetensors, config and tokenizer: what vLLM and transformers load.
 
@@ -49,7 +50,7 @@ def convert(
     if dtype not in DTYPES:
         raise CliError(f"--dtype {dtype} is not known", f"one of: {', '.join(DTYPES)}")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(f"writing {directory}", total=None)
         width = BYTES[dtype]
         try:
@@ -65,4 +66,7 @@ def convert(
             raise CliError(str(error), "--force writes over it" if full else "it takes a .gguf file") from error
         except BatonError as error:
             raise CliError(error.message, "Llama, Qwen2 and Qwen3 models are converted") from error
-    out.print(f"{directory}: ready for --model", markup=False, soft_wrap=True)
+    if as_json:
+        print_json({"directory": str(directory.expanduser().absolute()), "dtype": dtype})
+    else:
+        out.print(f"{directory}: ready for --model", markup=False, soft_wrap=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import socket
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -15,17 +18,34 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port that a server may come back to: free now, and none that the system gives to a connection going out.
+    """A port that a server may come back to: free now, none that the system gives to a connection going out, and none
+    that another call was given lately.
 
     A port that the kernel chooses for a listener comes from the same range as those of connections going out, so while
-    the server is down any client on the machine may be given it. Raises CliError when nothing there is free.
+    the server is down any client on the machine may be given it. And between a call and the server's start others ask,
+    too: they take turns (_turn). Raises CliError when nothing there is free.
     """
-    low = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else 32768
+    end = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else 32768
+    first = max(1024, end // 2)
     for _ in range(100):
-        port = random.randrange(max(1024, low // 2), low)
+        port = first + _turn() % (end - first)
         if is_free(port):
             return port
-    raise CliError(f"no free port below {low}", "free some, or choose each port yourself")
+    raise CliError(f"no free port from {first} to {end - 1}", "free some, or choose each port yourself")
+
+
+def _turn() -> int:
+    """One more than this user's process before us had, whichever that was: kept in a locked file. Begins anywhere."""
+    path = Path(tempfile.gettempdir()) / f"baton-ports-{os.getuid()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "r+", encoding="ascii", errors="replace") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = file.read(18)
+        turn = int(before) + 1 if before.isdecimal() else random.randrange(1 << 16)
+        file.seek(0)
+        file.truncate()
+        file.write(str(turn))
+        return turn
 
 
 def is_free(port: int) -> bool:

@@ -24,8 +24,6 @@ from baton.cli.home import HOME, Home, project_root
 MARK = "BATON_STARTED_FOR"
 _ONE_PROCESS = {"BATON_ID", "BATON_PORT", "BATON_METRICS_PORT"}
 """Settings that can be meant for one process only; all of a run would take the same port."""
-_BEGIN = "\n--- "
-"""Where a process' part of its log begins."""
 KILL_S = 10.0
 """How long a killed process may take to be gone."""
 
@@ -40,6 +38,8 @@ class Record:
     started: float
     command: list[str]
     log: str
+    log_from: int = 0
+    """The byte of the log at which this process' part begins: earlier ones wrote what is before."""
     id: str = ""
     address: str = ""
     metrics: str = ""
@@ -98,7 +98,8 @@ def spawn(
     environment = {k: v for k, v in os.environ.items() if k not in _ONE_PROCESS}
     environment |= {MARK: str(home.root), "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as err, (home.run / f"{name}.out").open("wb") as out:
-        err.write(f"{_BEGIN[1:]}{time.strftime('%F %T')} {' '.join(command)}\n".encode())
+        begins = err.tell()
+        err.write(f"--- {time.strftime('%F %T')} {' '.join(command)}\n".encode())
         err.flush()
         process = subprocess.Popen(
             command,
@@ -111,13 +112,22 @@ def spawn(
         )
     if cores:
         os.sched_setaffinity(process.pid, cores)
-    record = Record(name, role, process.pid, _start_time(process.pid), list(command), str(log))
+    record = Record(name, role, process.pid, _start_time(process.pid), list(command), str(log), begins)
     record.save(home)
     return record, process
 
 
 def ready_line(home: Home, name: str) -> dict[str, object] | None:
     """The JSON ready line a service prints on stdout, once it is there whole."""
+    return _said(home, name, "ready")
+
+
+def has_left(home: Home, name: str) -> bool:
+    """Whether the last process of that name said, as its last word on stdout, that it left because it was told to."""
+    return _said(home, name, "left") is not None
+
+
+def _said(home: Home, name: str, what: str) -> dict[str, object] | None:
     try:
         text = (home.run / f"{name}.out").read_text(errors="replace")
     except OSError:
@@ -128,19 +138,19 @@ def ready_line(home: Home, name: str) -> dict[str, object] | None:
                 said = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(said, dict) and said.get("ready") is True:
+            if isinstance(said, dict) and said.get(what) is True:
                 return said
     return None
 
 
-def tail(path: Path, lines: int) -> str:
-    """The last lines of a log, of the latest process that wrote it."""
+def tail(record: Record, lines: int) -> str:
+    """The last lines that this process wrote to its log."""
     try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 400 * lines))
-            written = f"\n{file.read().decode(errors='replace')}".rpartition(_BEGIN)[2]
-            return "\n".join(written.strip("\n").splitlines()[-lines:])
+        with Path(record.log).open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            begin = record.log_from if record.log_from <= end else 0  # somebody has cut the log short since
+            file.seek(max(begin, end - 400 * lines))
+            return "\n".join(file.read().decode(errors="replace").strip("\n").splitlines()[-lines:])
     except OSError:
         return ""
 

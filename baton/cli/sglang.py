@@ -151,7 +151,7 @@ def _directory(model: str) -> str:
 
 def _pages(page_size: int) -> int:
     if page_size % BLOCK_SIZE:
-        raise CliError(f"--page-size must be a multiple of {BLOCK_SIZE}, not {page_size}")
+        raise CliError(f"--page-size must be a multiple of {BLOCK_SIZE}, not {page_size}", "64 is a good one")
     return page_size
 
 

@@ -1,8 +1,14 @@
-"""What a person sees: progress that lives in a terminal and is plain lines elsewhere, errors in one line."""
+"""What a person sees: progress that lives in a terminal and is plain lines elsewhere, errors in one line.
+
+A program sees JSON instead.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -19,8 +25,6 @@ if not out.is_terminal:
     out.width = 160  # a pipe has no columns: cut nothing
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-_DONE = {"ready", "disaggregated", "merged", "local"}
-
 
 def show_error(error: CliError) -> None:
     """The last log lines if there are any, one line of error, one of what to do."""
@@ -29,24 +33,42 @@ def show_error(error: CliError) -> None:
     err.print(f"[bold red]error:[/] {escape(error.message)}")
     if error.hint:
         err.print(f"[bold]hint:[/] {escape(error.hint)}")
+    for note in notes(error):
+        err.print(escape(note), style="dim")
+
+
+def notes(error: BaseException) -> list[str]:
+    """What was added to it on its way up: what was ended because of it."""
+    return list(getattr(error, "__notes__", []))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a line of the progress says, since so many seconds after its begin."""
+
+    state: str
+    at_s: float
+    done: bool
 
 
 class LiveProgress:
     """Each process with its state and seconds, on stderr; a context manager."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, tuple[str, float]] = {}
+        self._rows: dict[str, _Step] = {}
+        self._over = False
         self._began = time.monotonic()
-        self._live = Live(console=err, refresh_per_second=8, get_renderable=self._render, transient=False)
         self._spinner = Spinner("dots")
+        self._live = Live(console=err, refresh_per_second=8, get_renderable=self._render, transient=False)
 
-    def step(self, name: str, state: str) -> None:
-        """A process, or a step, is now in this state."""
-        if self._rows.get(name, ("", 0.0))[0] == state:
+    def step(self, name: str, state: str, *, done: bool = False) -> None:
+        """A process, or a step, is now in this state; `done` is one that it stays in."""
+        if name in self._rows and self._rows[name].state == state:
             return
-        self._rows[name] = (state, time.monotonic() - self._began)
+        at = time.monotonic() - self._began
+        self._rows[name] = _Step(state, at, done)
         if not err.is_terminal:
-            err.print(f"{self._rows[name][1]:6.1f} s  {name}: {escape(state)}")
+            err.print(f"{at:6.1f} s  {name}: {escape(state)}")
 
     def __enter__(self) -> LiveProgress:
         if err.is_terminal:
@@ -54,16 +76,24 @@ class LiveProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over = True
         if err.is_terminal:
             self._live.stop()
 
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))
-        for name, (state, at) in self._rows.items():
-            done = state in _DONE
-            sign = Text("✓", style="green") if done else self._spinner
-            table.add_row(sign, name, Text(state, style="green" if done else "yellow"), f"{at:.1f} s" if done else "")
+        # What is drawn last stays on the terminal: nothing that is over may look as if it went on.
+        going = Text("✗", style="red") if self._over else self._spinner
+        for name, step in list(self._rows.items()):  # drawn in a thread of its own
+            sign = Text("✓", style="green") if step.done else going
+            state = Text(step.state, style="green" if step.done else "yellow")
+            table.add_row(sign, name, state, f"{step.at_s:.1f} s" if step.done else "")
         return Group(table)
+
+
+def print_json(value: object) -> None:
+    """On stdout, for programs."""
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 def seconds(value: float) -> str:

@@ -43,6 +43,13 @@ class Options:
         return [f"{name} {_word(theirs.get(name, ''))} -> {_word(mine.get(name, ''))}" for name in names]
 
 
+def up_flags(saved: Mapping[str, Any]) -> list[str]:
+    """What `baton up` is to be given for the run that is saved so: every flag that is not as it is by default."""
+    default = _flat(asdict(Options()))
+    flags = [(k, _word(v)) for k, v in _flat(saved).items() if k.startswith("--") and v != default.get(k)]
+    return [word for flag in flags for word in flag]
+
+
 @dataclass(frozen=True)
 class Spec:
     """One process of the run."""

@@ -9,7 +9,7 @@ import psutil
 
 from baton.cli.errors import CliError
 from baton.cli.home import Home
-from baton.cli.process import Record, children_of, process_of, records
+from baton.cli.process import Record, children_of, has_left, process_of, records
 from baton.cli.rpc import ask, running
 from baton.cli.stack import STOP_ORDER
 from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc
@@ -17,12 +17,16 @@ from baton.v1 import registry_pb2, router_pb2, router_pb2_grpc
 SAMPLE_S = 0.5
 """How long CPU use is measured."""
 VIEW_S = 3.0
+DRAINED, DEAD = "drained", "dead"
 
 
 @dataclass
 class Row:
-    """One process. CPU and memory include its children (the engine); they are 0 for a worker that joined the run.
-    `router` is empty for what no router sees, `engine` too."""
+    """One process. `state` is running, starting, stopped (by SIGSTOP), drained (told to leave, and left) or dead.
+
+    CPU and memory include its children (the engine); they are 0 for a worker that joined the run. `router` is empty for
+    what no router sees, `engine` too.
+    """
 
     name: str
     role: str
@@ -49,8 +53,14 @@ class Status:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is something, and all of it runs."""
-        return bool(self.rows) and all(row.state == "running" for row in self.rows)
+        """Whether something runs, and nothing has died. Who was told to leave has not."""
+        states = {row.state for row in self.rows}
+        return "running" in states and states <= {"running", DRAINED}
+
+    @property
+    def gone(self) -> list[Row]:
+        """Processes that left or died."""
+        return [row for row in self.rows if row.state in (DRAINED, DEAD)]
 
     def as_json(self) -> dict[str, object]:
         """For programs."""
@@ -76,7 +86,7 @@ def status(home: Home) -> Status:
     passed = time.monotonic() - began
     rows = []
     for record, process in found:
-        row = _row(record, process)
+        row = _row(home, record, process)
         if process and record.name in before:
             row.cpu_percent = round(100 * max(0.0, _cpu_seconds(process) - before[record.name]) / passed, 1)
         if view := views.get(record.id):
@@ -96,9 +106,10 @@ def _view(home: Home) -> router_pb2.ViewReply:
     )
 
 
-def _row(record: Record, process: psutil.Process | None) -> Row:
+def _row(home: Home, record: Record, process: psutil.Process | None) -> Row:
+    gone = DRAINED if has_left(home, record.name) else DEAD
     row = Row(
-        record.name, record.role, record.id, record.pid, record.address, "dead", log=record.log, metrics=record.metrics
+        record.name, record.role, record.id, record.pid, record.address, gone, log=record.log, metrics=record.metrics
     )
     if process is None:
         return row
@@ -108,7 +119,7 @@ def _row(record: Record, process: psutil.Process | None) -> Row:
         row.memory_bytes = sum(_pss(p) for p in [process, *children_of(process)])
         row.uptime_s = round(time.time() - record.started, 1)
     except psutil.Error:
-        row.state = "dead"
+        row.state = gone
     return row
 
 

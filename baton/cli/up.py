@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Protocol
 
 import httpx
@@ -40,8 +39,8 @@ LOG_LINES = 15
 class Progress(Protocol):
     """What `up` tells whoever shows it."""
 
-    def step(self, name: str, state: str) -> None:
-        """A process, or a step, is now in this state."""
+    def step(self, name: str, state: str, *, done: bool = False) -> None:
+        """A process, or a step, is now in this state; `done` is one that it stays in."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
         if options.engine == "vllm":
             model = as_directory(home, model, lambda text: progress.step("model", text))
             python = vllm_python(lambda text: progress.step("vllm", text))
-            progress.step("vllm", "ready")
-        progress.step("model", "ready")
+            progress.step("vllm", "ready", done=True)
+        progress.step("model", "ready", done=True)
         children: list[_Child] = []
         try:
             cores = shared_cores(options, os.sched_getaffinity(0))
@@ -85,16 +84,18 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
             specs = service_specs(options, str(model), f"{HOST}:{etcd}", python, str(home.batches))
             for spec in specs:
                 if spec.name in alive:
-                    progress.step(spec.name, "ready")
+                    progress.step(spec.name, "ready", done=True)
                 else:
                     children.append(_start(home, spec, progress, cores))
             (home.run / "up.json").write_text(json.dumps(asdict(options)))
             _wait_ready(home, [c for c in children if c.record.role != "etcd"], READY_S[options.engine], progress)
             url = _url(home)
             served = _first_completion(home, url, children, READY_S[options.engine], progress)
-        except BaseException:
+        except BaseException as error:
             with _undisturbed():
-                _undo(home, set(alive), children, progress)
+                ended = _undo(home, set(alive), children, progress)
+            if ended:
+                error.add_note(f"ended again: {', '.join(ended)}")
             if not alive:
                 (home.run / "up.json").unlink(missing_ok=True)
             raise
@@ -102,17 +103,18 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
     return Running(url, served, not started, started, time.monotonic() - began)
 
 
-def _undo(home: Home, before: set[str], children: list[_Child], progress: Progress) -> None:
-    """End what was started after `before`, also what an interrupt left without a place in `children`."""
+def _undo(home: Home, before: set[str], children: list[_Child], progress: Progress) -> list[str]:
+    """End what was started after `before`, also what an interrupt left without a place in `children`. Returns names."""
     for child in reversed(children):
         progress.step(child.record.name, "stopping")
     everything = records(home)
-    stop(home, [record for record in everything if record.name not in before])
+    done = stop(home, [record for record in everything if record.name not in before])
     kept = [process for record in everything if record.name in before and (process := process_of(record))]
     pids = {process.pid for one in kept for process in (one, *children_of(one))}
     end([process for process in marked(home) if process.pid not in pids], GRACE_S)
     for child in children:
         progress.step(child.record.name, "stopped")
+    return [*done.stopped, *done.killed]
 
 
 @contextlib.contextmanager
@@ -128,15 +130,11 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _same_options(home: Home, options: Options, anything: bool) -> None:
-    path = home.run / "up.json"
     if not anything:
-        path.unlink(missing_ok=True)
+        (home.run / "up.json").unlink(missing_ok=True)
         return
-    try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return
-    if changed := options.differences(before):
+    before = home.options()
+    if before and (changed := options.differences(before)):
         told = "; ".join(changed)
         raise CliError(f"already running with other options ({told})", "run `make down` or `baton down` first")
 
@@ -151,7 +149,7 @@ def _etcd(
 ) -> int:
     """The port of a healthy etcd of ours; started when there is none."""
     if "etcd" in alive:
-        progress.step("etcd", "ready")
+        progress.step("etcd", "ready", done=True)
         return int(alive["etcd"].address.rsplit(":", 1)[1])
     # Services that still run find etcd where it was.
     before = [record for record in records(home) if record.name == "etcd" and record.address]
@@ -170,7 +168,7 @@ def _etcd(
     _wait_for(healthy, [child], READY_S["torch"], "etcd is not healthy")
     child.record.id, child.record.ready = "etcd", True
     child.record.save(home)
-    progress.step("etcd", "ready")
+    progress.step("etcd", "ready", done=True)
     return port
 
 
@@ -196,7 +194,7 @@ def _wait_ready(home: Home, children: list[_Child], within_s: float, progress: P
                 record.id, record.address = str(said.get("id", name)), str(said.get("address", ""))
                 record.metrics, record.ready = str(said.get("metrics", "")), True
                 record.save(home)
-                progress.step(name, "ready")
+                progress.step(name, "ready", done=True)
                 del waiting[name]
         return not waiting
 
@@ -219,10 +217,10 @@ def _first_completion(home: Home, url: str, children: list[_Child], within_s: fl
         why[0] = "; ".join(missing) or answer.decode(errors="replace")[:300] or "no answer"
         return content.get("ready") is True
 
-    progress.step("ready", "waiting")
+    progress.step("connections", "waiting")
     _wait_for(ready, children, within_s, lambda: f"the run does not become ready ({why[0]})")
-    progress.step("ready", "ready")
-    progress.step("completion", "waiting")
+    progress.step("connections", "made", done=True)
+    progress.step("first completion", "waiting")
     with _http(ANSWER_S) as client:
         try:
             models = client.get(f"{url}/v1/models").raise_for_status().json()
@@ -232,11 +230,12 @@ def _first_completion(home: Home, url: str, children: list[_Child], within_s: fl
             answer.raise_for_status().json()["choices"][0]["message"]["content"]
         except (httpx.HTTPError, LookupError, ValueError) as error:
             text = error.response.text[:300] if isinstance(error, httpx.HTTPStatusError) else repr(error)
-            log = home.log("frontend")
+            frontend = _frontend(home)
             raise CliError(
-                f"the first completion failed: {text}", f"see {home.shown(log)}", detail=tail(log, LOG_LINES)
+                f"the first completion failed: {text}", f"see {frontend.log}", detail=tail(frontend, LOG_LINES)
             ) from error
-    progress.step("completion", answer.headers.get("x-baton-route", "ready").split(";")[0])
+    mode = answer.headers.get("x-baton-route", "").split(";")[0]
+    progress.step("first completion", f"answered, {mode}" if mode else "answered", done=True)
     return served
 
 
@@ -248,9 +247,9 @@ def _wait_for(
     while not condition():
         for child in children:
             if (code := child.process.poll()) is not None:
-                log = Path(child.record.log)
+                record = child.record
                 raise CliError(
-                    f"{child.record.name} died at start ({_how(code)})", f"see {log}", detail=tail(log, LOG_LINES)
+                    f"{record.name} died at start ({_how(code)})", f"see {record.log}", detail=tail(record, LOG_LINES)
                 )
         if time.monotonic() > deadline:
             text = what if isinstance(what, str) else what()
@@ -260,8 +259,11 @@ def _wait_for(
 
 
 def _url(home: Home) -> str:
-    frontend = next(record for record in records(home) if record.name == "frontend")
-    return f"http://{frontend.address}"
+    return f"http://{_frontend(home).address}"
+
+
+def _frontend(home: Home) -> Record:
+    return next(record for record in records(home) if record.name == "frontend")
 
 
 def _get(url: str) -> bytes:

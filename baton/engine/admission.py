@@ -10,6 +10,8 @@ from baton.errors import BatonError, Reason
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 128
+SHORT_SHARE = 4
+"""Of a step's prompt tokens, one in so many is for prompts that need no more than that, when there are any."""
 _RANGES = {
     "temperature": (0.0, math.inf),
     "top_p": (0.0, 1.0),
@@ -23,7 +25,8 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one engine takes. `max_jobs` bounds reservations, queued ones included."""
+    """What one engine takes. `max_jobs` bounds reservations, queued ones included. `chunk_tokens` of prompts are
+    computed in a step at most."""
 
     block_size: int
     chunk_tokens: int
@@ -33,6 +36,11 @@ class Limits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     grammars: tuple[GrammarKind, ...] = ()
+
+    @property
+    def short_tokens(self) -> int:
+        """Prompts with no more tokens to compute overtake longer ones."""
+        return self.chunk_tokens // SHORT_SHARE
 
 
 def validate(request: Request, prompt: list[int], limits: Limits) -> None:

@@ -201,6 +201,8 @@ class EngineSpec:
     over when the prompt ends inside it; an engine that only takes whole blocks computes those few tokens itself, beside
     the one that it has to compute anyway. `lacks` names what a request may need and it
     cannot do (needs.py). `yields`: `Request.batch` gives way to all others within a step, and `EngineStats` tell of it.
+    `chunk_tokens`: prompt tokens that a step computes at most, 0 when unknown. `short_tokens`: prompts with no more
+    tokens to compute overtake longer ones, in the next step; 0 when none do.
     """
 
     name: str
@@ -215,6 +217,8 @@ class EngineSpec:
     partial_blocks: bool = True
     lacks: frozenset[str] = frozenset()
     yields: bool = False
+    chunk_tokens: int = 0
+    short_tokens: int = 0
 
     @property
     def layout(self) -> LayoutFingerprint:

@@ -23,7 +23,10 @@ from baton.v1 import registry_pb2
 
 M = TypeVar("M", bound=Message)
 Kind = str
-"""workers, kvstores, routers, frontends or models."""
+"""workers, kvstores, routers, frontends, models or layouts."""
+
+SHARED = ("models", "layouts")
+"""Kinds whose entries are claimed by many and held by one at a time."""
 
 _log = structlog.get_logger()
 
@@ -107,7 +110,7 @@ class Registry:
     def view(self, kind: Kind, message_type: type[M], confirm: Confirm[M] | None = None) -> View[M]:
         """The mirror of a kind, one for each kind: later callers share it, and the first one's `confirm`."""
         if kind not in self._views:
-            view = self._views[kind] = View(kind, message_type, confirm)
+            view = self._views[kind] = View(kind, message_type, confirm, shared=kind in SHARED)
             prefix = self._key(kind, "").encode()
             skip = len(prefix)
             watch = PrefixWatch(

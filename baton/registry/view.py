@@ -44,14 +44,21 @@ def is_mass_removal(gone: int, before: int) -> bool:
 
 
 class View(Generic[M]):
-    """A mirror of one kind. `items` is always readable, also while etcd is away: then it is the last that was seen."""
+    """A mirror of one kind. `items` is always readable, also while etcd is away: then it is the last that was seen.
 
-    def __init__(self, kind: str, message_type: type[M], confirm: Confirm[M] | None = None) -> None:
+    `shared` entries (`Registry.claim_card`) are not of one process: the first that claimed it holds the key, and when
+    that one leaves another writes it again. So such a key goes in every ordered stop: held back too, but no warning.
+    """
+
+    def __init__(
+        self, kind: str, message_type: type[M], confirm: Confirm[M] | None = None, *, shared: bool = False
+    ) -> None:
         self.kind = kind
         self.invalid = 0
         """Values that were no JSON of the message (ignored)."""
         self._type = message_type
         self._confirm = confirm
+        self._shared = shared
         self._items: dict[str, M] = {}
         self._suspects: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,7 +152,9 @@ class View(Generic[M]):
         self._gone_at.extend([now] * len(ids))
         recent = len(self._gone_at)
         mass = bool(ids) and is_mass_removal(recent, present + recent - len(ids))
-        if mass:
+        if mass and self._shared:
+            _log.info("held by nobody now: kept until another process holds it", kind=self.kind, ids=ids[:8])
+        elif mass:
             _log.warning("mass removal held back", kind=self.kind, gone=recent, ids=ids[:8])
         for id in ids:
             if self._confirm is not None:

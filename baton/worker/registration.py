@@ -47,5 +47,7 @@ def worker_message(
         pid=os.getpid(),
         device=context.device,
         yields=spec.yields,
+        chunk_tokens=spec.chunk_tokens,
+        short_tokens=spec.short_tokens,
         lacks=sorted(spec.lacks),
     )

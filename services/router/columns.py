@@ -3,9 +3,10 @@
 A row is written when its worker changes, never for a request. All roles go through one formula, because an array
 operation over 1,000 numbers takes hardly longer than one over 300; what a role has not is a column of zeros:
 
-    cost = max(0, free - now) + compute + min(beside, compute) + stall * uncached
+    cost = queue + compute + min(beside, compute) + stall * uncached
          + output * (per_output + min(most, max(share, later * uncached)))
     compute = max(token_s * uncached, pass_s)
+    queue = max(0, free - now), at most `step` (half of one) where uncached <= short
 
 So `own_cost`, `prefill_side` and `decode_side` are written twice; a test holds the two together. What is worked out
 lies in arrays that are used again for the next request: fresh memory would cost more than the arithmetic. So would more
@@ -41,7 +42,8 @@ class Columns:
         self._of_token, self._least = table[:3], table[7:]
         self._free, self._per_output, self._most, self._beside = table[3:7]
         self._token_s, self._pass_s = table[1], table[7]
-        self._neighbours = False
+        self._short, self._step = np.zeros((2, rows), np.float32)
+        self._neighbours = self._overtaking = False
         self.cost = np.zeros(rows, np.float32)
         """Seconds, by row: what `price` found last."""
         self._uncached = np.zeros((3, rows), np.float32)  # thrice the same: what is of one shape is sooner multiplied
@@ -54,6 +56,10 @@ class Columns:
         """Write the numbers of `state`."""
         if state.beside_queue_s > 0.0:
             self._neighbours = True
+        if state.short_tokens:
+            self._overtaking = True
+        if self._overtaking:
+            self._short[row], self._step[row] = state.short_tokens, 0.5 * state.chunk_tokens / state.prefill_tok_s
         self._table[:COLUMNS, row] = _numbers(state, self._parameters, self.since)
 
     def price(
@@ -72,10 +78,13 @@ class Columns:
         cells = self._cells
         for row, tokens in cached:
             cells[row] = cells[row + rows] = cells[row + 2 * rows] = prompt_tokens - tokens
+        overtakes = self._uncached[0] <= self._short if self._overtaking else None
         loading = [(of, self._load(of, rest, token_s)) for of, rest, token_s in loads] if loads else ()
         np.multiply(self._of_token, self._uncached, self._grown)
         np.subtract(self._free, now - self.since, self._queue)
         np.maximum(self._bounded, self._least, out=self._bounded)
+        if overtakes is not None:
+            np.minimum(self._queue, self._step, out=self._queue, where=overtakes)
         for of, seconds in loading:
             compute[of] = seconds
         if self._neighbours:
@@ -107,18 +116,19 @@ def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[
     free = state.as_of - since + state.queued_tokens / state.prefill_tok_s
     if state.role is PREFILL:
         token_s = 1.0 / state.prefill_tok_s
-        stall = state.beside_streams * parameters.stall_weight * token_s
+        stall = state.beside_streams * token_s
         return stall, token_s, 0.0, free, 0.0, 0.0, state.beside_queue_s, state.step_s, 0.0
-    streams = state.streams + state.beside_streams
-    per_output = batch = state.stream_s * streams
+    longer = state.stream_s * (state.streams + state.beside_streams)
+    most = state.step_s + longer
+    per_output = 2.0 * longer + 3.0 * state.beside_share * most
     excess = state.streams + 1 - state.max_streams
     if excess > 0:
         per_output += excess * (state.step_s + state.stream_s * (state.max_streams - 1)) / state.max_streams
-    most = state.step_s + batch
     share = most * state.prefill_share if state.prefill_share < 1.0 else most
     if state.role is DECODE:
         return 0.0, 0.0, 0.0, free, per_output + share, 0.0, 0.0, 0.0, 0.0
     token_s = 1.0 / state.prefill_tok_s
     later = parameters.assumed_arrivals_s * most * token_s
-    stall = (streams + parameters.assumed_streams) * parameters.stall_weight * token_s
+    frozen = (state.streams + parameters.assumed_streams) * parameters.stall_weight
+    stall = (frozen + state.beside_streams) * token_s
     return stall, token_s, later, free, per_output, most, state.beside_queue_s, state.step_s, share

@@ -30,7 +30,7 @@ PREFILL, DECODE, MERGED = Role
 class Parameters:
     """The policy's constants; README.md says where each comes from."""
 
-    stall_weight: float = 1.0
+    stall_weight: float = 3.0
     assumed_streams: float = 1.0
     handover_s: float = 0.005
     assumed_arrivals_s: float = 0.5
@@ -57,11 +57,13 @@ class WorkerState:
     `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones;
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
     prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
-    of equal `device`, when it is not empty, compute on the same; `beside_streams` and `beside_queue_s` are what the
-    others there have to do (devices.py). `step_s` is what a decode step of one stream takes, `stream_s` what each other
-    stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in seconds on the clock of `Ask.now`; since then
-    the worker computes them. `lacks` is what it cannot do of what a request may need. `longest` is worked out of the
-    others: the longest prompt that it takes, in tokens; -1 when it takes none.
+    of equal `device`, when it is not empty, compute on the same; `beside_streams`, `beside_queue_s` and `beside_share`
+    are streams, queued prompts and `prefill_share` of the others there (devices.py). `step_s` is what a decode step of
+    one stream takes, `stream_s` what each other stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in
+    seconds on the clock of `Ask.now`; since then the worker computes them. `lacks` is what it cannot do of what a
+    request may need. A step computes `chunk_tokens` of prompts; those with no more than `short_tokens` to compute wait
+    for one step and not for longer ones. `longest` is worked out of the others: the longest prompt that it takes, in
+    tokens; -1 when it takes none.
     """
 
     id: str
@@ -83,8 +85,11 @@ class WorkerState:
     device: str = ""
     beside_streams: int = 0
     beside_queue_s: float = 0.0
+    beside_share: float = 0.0
     as_of: float = 0.0
     lacks: frozenset[str] = frozenset()
+    chunk_tokens: int = 0
+    short_tokens: int = 0
     longest: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +118,7 @@ class WorkerState:
 
 @dataclass(slots=True)
 class Ask:
-    """What is to be routed; never changed once made (not frozen, as WorkerState is not).
+    """What is to be routed; never changed once made (not frozen: that would take four times as long to make).
 
     `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by worker id, `stored` what
     stores hold of the prompt; `now` is when, on the clock of `WorkerState.as_of`; `needs` what not every engine can do.
@@ -177,7 +182,8 @@ def prefill_seconds(worker: WorkerState, tokens: float, pass_s: float | None = N
 
 
 def queue_seconds(worker: WorkerState, ask: Ask) -> float:
-    """How long a new request waits before `worker` starts it: prompt tokens ahead, then a free stream.
+    """How long a new request waits before `worker` starts it: prompt tokens ahead, half a step of them when it is short
+    and overtakes the others; then a free stream.
 
     Streams leave one by one: with `max_streams` running for `output * step` seconds each, one ends every
     `output * step / max_streams` seconds. The step is that of a full batch.
@@ -185,6 +191,8 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     ahead = worker.queued_tokens / worker.prefill_tok_s - (ask.now - worker.as_of)
     if ahead < 0.0:
         ahead = 0.0
+    elif worker.short_tokens and ask.prompt_tokens - ask.cached(worker) <= worker.short_tokens:
+        ahead = min(ahead, 0.5 * worker.chunk_tokens / worker.prefill_tok_s)
     if worker.streams < worker.max_streams or worker.role is PREFILL:
         return ahead
     excess = worker.streams + 1 - worker.max_streams
@@ -197,6 +205,16 @@ def shared_seconds(worker: WorkerState, compute_s: float) -> float:
     while they have prompts, too. Nothing without a queue beside it."""
     beside = worker.beside_queue_s
     return beside if beside < compute_s else compute_s
+
+
+def interfering(worker: WorkerState, least: float = 0.0) -> float:
+    """What a second of streaming on `worker` costs because of later prompts. Those that it computes itself, `least` of
+    the time at least, freeze the stream. With those of its neighbours it shares the device: the stream loses time, the
+    prompt as much, and whoever waits behind that one."""
+    own = worker.prefill_share
+    if least > own:
+        own = least
+    return (own if own < 1.0 else 1.0) + 3.0 * worker.beside_share
 
 
 class Terms(NamedTuple):
@@ -226,23 +244,19 @@ def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load |
     store it need not compute."""
     uncached = ask.prompt_tokens - (load.tokens if load else ask.cached(worker))
     freeze_s = uncached / worker.prefill_tok_s
-    streams = worker.streams + worker.beside_streams
-    batch = ask.output_tokens * worker.stream_s * streams
+    longer = ask.output_tokens * worker.stream_s * (worker.streams + worker.beside_streams)
     compute = prefill_seconds(worker, uncached)
     queue = queue_seconds(worker, ask)
     if worker.beside_queue_s:
         queue += shared_seconds(worker, compute)
-    share, assumed = worker.prefill_share, parameters.assumed_arrivals_s * freeze_s
-    if assumed > share:
-        share = assumed
     return Terms(
         queue,
         compute,
         load.seconds if load else 0.0,
         0.0,
-        freeze_s * (streams + parameters.assumed_streams) * parameters.stall_weight,
-        batch,
-        (ask.output_tokens * worker.step_s + batch) * (share if share < 1.0 else 1.0),
+        freeze_s * ((worker.streams + parameters.assumed_streams) * parameters.stall_weight + worker.beside_streams),
+        2.0 * longer,
+        (ask.output_tokens * worker.step_s + longer) * interfering(worker, parameters.assumed_arrivals_s * freeze_s),
     )
 
 
@@ -270,30 +284,29 @@ def pair_cost(
     if prefill.beside_queue_s:
         ahead += shared_seconds(prefill, compute)
     missing = -(-(ask.prompt_tokens - ask.cached(decode)) // decode.block_size) * decode.block_bytes
-    batch = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
+    longer = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
     rest = queue_seconds(decode, ask) - ahead - load_s - compute
-    share = decode.prefill_share
     return Terms(
         ahead + rest if rest > 0.0 else ahead,
         compute,
         load_s,
         parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
-        uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight,
-        batch,
-        (ask.output_tokens * decode.step_s + batch) * (share if share < 1.0 else 1.0),
+        uncached / prefill.prefill_tok_s * prefill.beside_streams,
+        2.0 * longer,
+        (ask.output_tokens * decode.step_s + longer) * interfering(decode),
     )
 
 
-def prefill_side(prefill: WorkerState, ask: Ask, parameters: Parameters) -> float:
+def prefill_side(prefill: WorkerState, ask: Ask) -> float:
     """What a pair's cost takes from its prefill, whatever the decode worker."""
     uncached = ask.prompt_tokens - ask.cached(prefill)
     compute = prefill_seconds(prefill, uncached)
-    stall = uncached / prefill.prefill_tok_s * prefill.beside_streams * parameters.stall_weight
+    stall = uncached / prefill.prefill_tok_s * prefill.beside_streams
     return queue_seconds(prefill, ask) + shared_seconds(prefill, compute) + compute + stall
 
 
 def decode_side(decode: WorkerState, ask: Ask) -> float:
     """What a pair's cost takes from its decode worker, whatever the prefill; transfer aside."""
-    batch = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
-    interference = (ask.output_tokens * decode.step_s + batch) * min(1.0, decode.prefill_share)
-    return queue_seconds(decode, ask) + batch + interference
+    longer = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
+    decoding = ask.output_tokens * decode.step_s + longer
+    return queue_seconds(decode, ask) + 2.0 * longer + decoding * interfering(decode)

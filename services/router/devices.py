@@ -1,8 +1,8 @@
 """Workers that share a device, a core say, slow each other: each is told what the others there have to do.
 
-A worker that computes on what nobody else does is left as it is. Of one with neighbours: their streams are frozen by
-its prompts as its own are, their queued prompts share its time, and the share of recent time that they computed prompts
-is lost to its streams. Which term each comes into: README.md.
+A worker that computes on what nobody else does is left as it is. Of one with neighbours: its prompts slow their streams
+(and freeze its own), their queued prompts share its time, and while they compute prompts these and its streams slow
+each other. Which term each comes into: README.md.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def _told(state: WorkerState, group: Sequence[WorkerState]) -> WorkerState:
         state,
         beside_streams=sum(other.streams for other in others),
         beside_queue_s=sum(other.queued_tokens / other.prefill_tok_s for other in others),
-        prefill_share=min(1.0, state.prefill_share + sum(other.prefill_share for other in others)),
+        beside_share=min(1.0, sum(other.prefill_share for other in others)),
     )

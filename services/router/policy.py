@@ -193,7 +193,7 @@ def _cross(
     with the other prefills. The sides of a pair meet only in the transfer and in queues that pass at the same time."""
     if len(decodes) == 1:
         return [pair(prefill, decodes[0]) for prefill in prefills]
-    sides = [prefill_side(prefill, ask, parameters) for prefill in prefills]
+    sides = [prefill_side(prefill, ask) for prefill in prefills]
     least = min(sides)
     first = prefills[sides.index(least)]
     if sides.count(least) > 1:

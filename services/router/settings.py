@@ -14,5 +14,5 @@ class RouterSettings(ServiceSettings):
         default=1_000_000, gt=0, description="Block keys the prefix index holds at most (about 300 bytes each)."
     )
     stall_weight: float = Field(
-        default=1.0, ge=0.0, description="Seconds of this request that a frozen stream's second is worth."
+        default=3.0, ge=0.0, description="Seconds of this request that a frozen stream's second is worth."
     )

@@ -237,6 +237,8 @@ class Workers:
             device=f"{worker.host}/{worker.device}" if worker.device else "",
             as_of=known.reported_at,
             lacks=frozenset(worker.lacks),
+            chunk_tokens=worker.chunk_tokens,
+            short_tokens=worker.short_tokens,
         )
 
     def close(self) -> None:

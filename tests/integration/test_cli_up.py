@@ -58,7 +58,11 @@ def stack(_module_home: Home, up: list[str]) -> Iterator[tuple[Cli, dict[str, An
         running = cli.json(*up)
         yield cli, running
         rows = cli.processes()
+        written = {log: log.stat().st_size for log in _module_home.logs.glob("*.log") if log.stem != "etcd"}
         cli("down")
+        ended = [line for log, size in written.items() for line in log.read_bytes()[size:].decode().splitlines()]
+        assert any(" left " in line for line in ended)
+        assert not [line for line in ended if "[warning" in line or "[error" in line]  # an ordered stop is no trouble
         assert marked(_module_home) == []
         assert list(_module_home.run.glob("*.json")) == []
         for row in rows.values():
@@ -99,7 +103,11 @@ def test_up_again_says_that_it_runs(stack: tuple[Cli, dict[str, Any]], up: list[
     assert again["started"] == []
     assert again["url"] == running["url"]
     assert {name: row["pid"] for name, row in cli.processes().items()} == before
-    assert "already running" in cli(*up).stdout
+    told = cli(*up)
+    assert "already running" in told.stdout
+    steps = [line.strip().split("  ", 1)[-1].split(": ", 1) for line in told.stderr.splitlines()]
+    assert steps
+    assert all(name != state for name, state in steps), told.stderr
 
 
 def test_up_with_other_options_asks_for_down_first(stack: tuple[Cli, dict[str, Any]], up: list[str]) -> None:
@@ -212,8 +220,16 @@ def test_drain(stack: tuple[Cli, dict[str, Any]]) -> None:
     cli, running = stack
     for name in ("prefill-1", "router"):
         assert cli.json("drain", name, "--deadline", "5") == {"process": name, "remaining": 0}
-    states = {row["name"]: row["state"] for row in cli.json("status", code=1)["processes"]}
-    assert {name for name, state in states.items() if state != "running"} == {"prefill-1", "router"}
+    status = cli.json("status")
+    assert status["healthy"] is True  # nothing has died
+    states = {row["name"]: row["state"] for row in status["processes"]}
+    assert {name: state for name, state in states.items() if state != "running"} == {
+        "prefill-1": "drained",
+        "router": "drained",
+    }
+    (again,) = [line for line in cli("status").stdout.splitlines() if "start again" in line]
+    assert "prefill-1 (drained), router (drained): " in again
+    assert f"--served-name {SERVED}" in again
     answer = complete(running["url"])
     assert answer.status_code == 200
     assert not answer.headers["x-baton-route"].startswith("disaggregated")
@@ -250,8 +266,10 @@ def test_interrupted_up_leaves_nothing(cli: Cli, up: list[str], number: signal.S
     with cli.start(*up) as process:
         until(lambda: len(marked(cli.home)) >= 4)
         process.send_signal(number)
-        process.communicate(timeout=HANG_S)
+        _, told = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
+    (ended,) = [line for line in told.splitlines() if line.startswith("interrupted; ended again: ")]
+    assert {"etcd", "router", "kvstore"} <= set(ended.partition(": ")[2].split(", "))
     assert marked(cli.home) == []
 
 

@@ -13,6 +13,8 @@ import pytest
 from tests.worker_process import ROOT
 
 HANG_S = 60.0
+LEFT = '{"left": true, "id": "tested-1"}'
+"""The last word of one that was told to leave, and did."""
 SERVICE = """
 import asyncio, sys
 from baton.config import ServiceSettings
@@ -69,11 +71,13 @@ def test_told_to_leave(number: signal.Signals) -> None:
         "pid": process.pid,
     }
     process.send_signal(number)
-    assert rest(process)[:2] == (0, ["leaving 0", "closed second", "closed first"])
+    assert rest(process)[:2] == (0, ["leaving 0", "closed second", "closed first", LEFT])
 
 
 def test_ends_by_itself_with_a_code() -> None:
-    assert rest(start(start="asyncio.get_running_loop().call_later(0.1, process.end, 3)"))[0] == 3
+    code, out, _ = rest(start(start="asyncio.get_running_loop().call_later(0.1, process.end, 3)"))
+    assert code == 3
+    assert LEFT not in out
 
 
 def test_told_to_leave_while_it_starts() -> None:
@@ -106,7 +110,7 @@ def test_leaving_that_hangs_is_cut_short() -> None:
     until(process, "ready")
     process.send_signal(signal.SIGTERM)
     code, out, err = rest(process)
-    assert (code, out[-2:]) == (0, ["closed second", "closed first"])
+    assert (code, out[-3:]) == (0, ["closed second", "closed first", LEFT])
     assert "leaving took too long" in err
 
 

@@ -120,6 +120,8 @@ class EngineProcess:
             eos_token_ids=config.eos_token_ids,
             lacks=lacked_grammars(kinds),
             yields=True,
+            chunk_tokens=limits.chunk_tokens,
+            short_tokens=limits.short_tokens,
         )
 
     def _grammars(self, options: Options, config: ModelConfig) -> Grammars | None:

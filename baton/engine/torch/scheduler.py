@@ -1,8 +1,9 @@
 """Continuous batching: what each step computes, and what follows from it.
 
 A step mixes one token of every running sequence (at most `max_streams`) with chunks of prompts, oldest first, up to
-`chunk_tokens`. When the pool runs out in mid-decode the youngest sequence gives its blocks up and is computed again
-later; its tokens are kept, and no new request gets the blocks that it waits for.
+`chunk_tokens`, of which a quarter is for prompts that fit into it: a short one never waits for a long one. When the
+pool runs out in mid-decode the youngest sequence gives its blocks up and is computed again later; its tokens are kept,
+and no new request gets the blocks that it waits for.
 
 Requests of the batch lane give way to all others: they are refused while others wait, join a step only as far as these
 do not feel it (`lane.py`), and are the first to lose their place and their blocks.
@@ -305,24 +306,32 @@ class Scheduler:
         return work + prompts + self._embeddings(left - sum(w.count for w in prompts), batch=True)
 
     def _prompts(self, budget: int, *, batch: bool) -> list[Work]:
-        """Chunks of waiting prompts, oldest first."""
+        """Chunks of waiting prompts, oldest first; long ones leave room for short ones behind them."""
         work: list[Work] = []
         slots = self._room(batch=batch)
         blocked = False
-        for sequence in [s for s in self._waiting if s.job.batch == batch]:
-            if sequence.job.waits_for_grammar:
-                continue
-            if budget <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
+        line = [s for s in self._waiting if s.job.batch == batch and not s.job.waits_for_grammar]
+        short = self.limits.short_tokens
+        kept = min(short, sum(s.remaining for s in line if s.remaining <= short and self._ready(s, slots)))
+        for sequence in line:
+            most = budget if sequence.remaining <= short else budget - kept
+            if most <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
                 continue
             # One that waits for blocks is overtaken only by those that hold theirs, and will give them back.
             blocked = blocked or not self._has_blocks(sequence)
             if len(sequence.slots) < self._blocks(len(sequence.tokens)):
                 continue
-            count = min(budget, sequence.remaining)
+            count = min(most, sequence.remaining)
             budget -= count
+            kept -= min(kept, count) if sequence.remaining <= short else 0
             slots -= sequence.job.phase is Phase.GENERATE
             work.append(Work(sequence, count, self._logits(sequence, count)))
         return work
+
+    def _ready(self, sequence: Sequence, slots: int) -> bool:
+        """Whether a step may take it: it holds its blocks, and there is a place for it when it is to stream."""
+        holds = len(sequence.slots) >= self._blocks(len(sequence.tokens))
+        return holds and (slots > 0 or sequence.job.phase is not Phase.GENERATE)
 
     def _room(self, *, batch: bool) -> int:
         """How many sequences may join those that run; to others, those of the batch lane take no place."""

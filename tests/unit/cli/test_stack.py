@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from baton.cli.stack import STOP_ORDER, Options, etcd_spec, service_specs, shared_cores
+from baton.cli.stack import STOP_ORDER, Options, etcd_spec, service_specs, shared_cores, up_flags
 
 
 def flags(command: tuple[str, ...]) -> dict[str, str]:
@@ -66,6 +66,13 @@ def test_differences_are_told_in_flags() -> None:
         "BATON_POOL_GIB default -> 2",
         "BATON_HOST h -> default",
     ]
+
+
+def test_the_flags_that_start_a_run_again() -> None:
+    assert up_flags(json.loads(json.dumps(asdict(Options())))) == []
+    saved = Options(model="/m", http_port=0, decode=2, cores=(0, 1), settings={"BATON_POOL_GIB": "2"})
+    flags = up_flags(json.loads(json.dumps(asdict(saved))))
+    assert flags == ["--model", "/m", "--http-port", "0", "--decode", "2", "--cores", "0,1"]
 
 
 def test_prefill_workers_may_have_a_chunk_size_of_their_own() -> None:

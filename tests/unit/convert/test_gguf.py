@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from baton.cli.model import app
 from baton.convert.gguf import convert
 from baton.convert.tensors import INDEX, save_tensors
 from baton.engine.torch.config import load_config
@@ -51,6 +53,15 @@ def _llama3_factors(config: Any) -> np.ndarray[Any, Any]:
             smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return np.array(factors)
+
+
+def test_the_command_says_where_the_model_is_and_nothing_else(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.gguf", KINDS[0])
+    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == f"{tmp_path / 'out'}: ready for --model\n"
+    again = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--force", "--json"])
+    assert json.loads(again.stdout) == {"directory": str(tmp_path / "out"), "dtype": "float32"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -201,6 +201,50 @@ async def test_a_reading_that_is_cancelled_or_late_leaves_nothing_behind(
     assert set(reader._waiting.values()) == {0}
 
 
+async def test_who_goes_away_costs_the_next_one_no_new_process(reader: BodyReader, model: Model) -> None:
+    """A new process takes seconds to start: clients that do not wait would hold up the bodies of all others."""
+    good = body(model, LARGE_BYTES, prompt="hi")
+    first = await reader.read(Unread(good, TEXT, LIMIT))
+    child = _child(reader)
+    os.kill(child, signal.SIGSTOP)  # so that it is in the middle of one when that goes away
+    large = body(model, 8 * MIB, prompt="gone")
+    task = asyncio.create_task(reader.read(Unread(large, TEXT, LIMIT)))
+    await until(lambda: reader._process._turn.locked())
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    large.clear()  # as the request's end does
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGCONT)
+    assert await reader.read(Unread(good, TEXT, LIMIT)) == first
+    assert _child(reader) == child
+
+
+async def test_a_body_that_nobody_waits_for_holds_up_the_next_for_a_bounded_time(
+    reader: BodyReader, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = body(model, LARGE_BYTES, prompt="hi")
+    first = await reader.read(Unread(good, TEXT, LIMIT))
+    child = _child(reader)
+    os.kill(child, signal.SIGSTOP)  # as slow as can be
+    task = asyncio.create_task(reader.read(Unread(good, TEXT, LIMIT)))
+    await until(lambda: reader._process._turn.locked())
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    assert await reader.read(Unread(good, TEXT, LIMIT)) == first
+    assert _child(reader) != child
+
+
+async def test_a_process_that_does_not_start_is_no_fault_of_the_body(
+    reader: BodyReader, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "START_S", 0.01)
+    with pytest.raises(BatonError) as caught:
+        await reader.read(Unread(body(model, LARGE_BYTES, prompt="hi"), TEXT, LIMIT))
+    assert caught.value.reason is Reason.NO_CAPACITY
+
+
 async def test_bodies_that_wait_are_bounded(reader: BodyReader, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.MAX_WAITING, "process", 2)
     large = body(model, LARGE_BYTES, prompt="hi")

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from baton.registry import view as view_module
 from baton.registry.lease import GOODBYE
@@ -23,9 +24,11 @@ def value(id: str, address: str = "a:1") -> bytes:
 
 
 @asynccontextmanager
-async def a_view(*ids: str, confirm: Confirm[Worker] | None = None) -> AsyncIterator[View[Worker]]:
+async def a_view(
+    *ids: str, confirm: Confirm[Worker] | None = None, shared: bool = False
+) -> AsyncIterator[View[Worker]]:
     """A view that has listed `ids`."""
-    view = View("workers", Worker, confirm)
+    view = View("workers", Worker, confirm, shared=shared)
     view.replace({id: value(id) for id in ids})
     try:
         yield view
@@ -67,6 +70,18 @@ async def test_all_at_once_are_held_back_and_a_put_clears() -> None:
         view.change("b", GOODBYE)
         assert set(view.items()) == {"a"}
         assert not view.suspects()
+
+
+@pytest.mark.parametrize(("shared", "warnings"), [(False, 1), (True, 0)])
+async def test_a_shared_entry_is_held_back_without_a_warning(shared: bool, warnings: int) -> None:
+    """Whoever holds a card lets go of it in every ordered stop; another process takes it up."""
+    with capture_logs() as logs:
+        async with a_view("card", shared=shared) as view:
+            view.change("card", None)
+            assert set(view.items()) == view.suspects() == {"card"}
+            view.change("card", value("card"))
+            assert not view.suspects()
+    assert len([line for line in logs if line["log_level"] == "warning"]) == warnings
 
 
 async def test_one_after_the_other_is_a_mass_too() -> None:

@@ -41,7 +41,7 @@ def test_each_is_told_of_the_others_on_its_device_and_of_nobody_else() -> None:
     assert (decode.beside_streams, decode.beside_queue_s) == (0, 0.0)
 
 
-def test_a_share_of_time_spent_on_prompts_is_lost_to_all_on_the_device() -> None:
+def test_each_is_told_of_the_time_that_the_others_spend_on_prompts() -> None:
     told = with_neighbours(
         [
             worker(Role.PREFILL, device="d", prefill_share=0.7),
@@ -49,9 +49,16 @@ def test_a_share_of_time_spent_on_prompts_is_lost_to_all_on_the_device() -> None
             worker(Role.DECODE, device="d", prefill_share=0.4),
         ]
     )
-    assert [state.prefill_share for state in told] == [1.0, 1.0, 1.0]
-    told = with_neighbours([worker(Role.PREFILL, device="d", prefill_share=0.7), worker(Role.MERGED, device="d")])
-    assert told[1].prefill_share == pytest.approx(0.7)
+    assert [state.prefill_share for state in told] == [0.7, 0.2, 0.4]
+    assert [state.beside_share for state in told] == pytest.approx([0.6, 1.0, 0.9])
+
+
+def test_a_stream_and_the_prompts_beside_it_wait_for_each_other() -> None:
+    decoding_s = ask().output_tokens * worker(Role.MERGED).step_s
+    beside = worker(Role.MERGED, beside_share=0.5)
+    assert own_cost(beside, ask(0), P).interference == pytest.approx(3 * 0.5 * decoding_s)
+    decode = worker(Role.DECODE, beside_share=0.5)
+    assert pair_cost(worker(Role.PREFILL), decode, ask(0), rate, P).interference == pytest.approx(3 * 0.5 * decoding_s)
 
 
 def test_the_same_core_of_another_host_is_another_device() -> None:
@@ -66,16 +73,16 @@ def test_a_prompt_takes_twice_as_long_beside_prompts_and_not_longer() -> None:
     assert shared_seconds(worker(Role.MERGED), 5.0) == 0.0
 
 
-def test_a_prefill_freezes_the_streams_beside_it() -> None:
+def test_a_prefill_slows_the_streams_beside_it() -> None:
     prefill, decode, _ = two_cores(merged_streams=4)
     assert pair_cost(prefill, decode, ask(500), rate, P).stall == pytest.approx(4.0)
     alone, decode, _ = two_cores()
     assert pair_cost(alone, decode, ask(500), rate, P).stall == 0.0
 
 
-def test_merged_and_local_freeze_the_streams_beside_them_too() -> None:
+def test_merged_and_local_freeze_their_own_streams_and_slow_those_beside_them() -> None:
     state = worker(Role.MERGED, streams=1, beside_streams=3)
-    assert own_cost(state, ask(500), P).stall == pytest.approx(5.0)
+    assert own_cost(state, ask(500), P).stall == pytest.approx((1 + P.assumed_streams) * P.stall_weight + 3)
     assert own_cost(state, ask(500), P).batch == pytest.approx(
         4 * own_cost(worker(Role.MERGED, streams=1), ask(), P).batch
     )

@@ -32,13 +32,15 @@ WORKERS = st.lists(
         stream_s=st.floats(0, 0.02),
         device=st.sampled_from(["", "", "", "core", "other"]),
         prefill_share=st.floats(0, 1),
+        chunk_tokens=st.just(256),
+        short_tokens=st.sampled_from([0, 64, 600]),
         unusable=st.sampled_from(["", "", "", "DRAINING: x"]),
     ),
     max_size=60,
     unique_by=lambda w: w.id,
 )
 SIDES = {
-    Role.PREFILL: lambda w, request: prefill_side(w, request, P),
+    Role.PREFILL: prefill_side,
     Role.DECODE: decode_side,
     Role.MERGED: lambda w, request: own_cost(w, request, P).total,
 }

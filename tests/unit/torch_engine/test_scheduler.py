@@ -56,6 +56,28 @@ def test_prompts_share_a_chunk_oldest_first_beside_decoding(kv: FakeKv) -> None:
     assert planned(kv) == [("a", 1), ("b", 1), ("c", 1)]
 
 
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    """A quarter of a chunk of 8 is for prompts of two tokens or fewer; what they leave of it the long one has."""
+    kv = FakeKv(24, replace(LIMITS, chunk_tokens=8))
+    start(kv, asked("a", 30))
+    start(kv, asked("b", 3))
+    assert planned(kv) == [("a", 8)], "three are not short"
+    start(kv, asked("c", 1))
+    start(kv, asked("d", 2))
+    assert planned(kv) == [("a", 6), ("c", 1), ("d", 1)]
+    assert planned(kv) == [("c", 1), ("a", 7), ("d", 1)]
+    assert planned(kv) == [("c", 1), ("d", 1), ("a", 8)]
+
+
+def test_no_room_is_kept_for_a_short_prompt_without_a_place() -> None:
+    kv = FakeKv(24, replace(LIMITS, chunk_tokens=8, max_streams=1))
+    start(kv, asked("a", 1))
+    assert planned(kv) == [("a", 1)]
+    kv.scheduler.prefill(kv.reserve(asked("b", 20)))
+    start(kv, asked("c", 1))
+    assert planned(kv) == [("a", 1), ("b", 8)]
+
+
 def test_streams_are_bounded_and_the_next_moves_up(kv: FakeKv) -> None:
     for uid in "abcd":
         start(kv, asked(uid, 1, max_tokens=3))
