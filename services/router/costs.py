@@ -140,7 +140,7 @@ class Ask:
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
         hit = self.hits.get(worker.id, 0)
-        return hit if hit < self.prompt_tokens else self.reusable(worker)
+        return hit if hit < self.prompt_tokens else max(0, self.reusable(worker))
 
     def reusable(self, worker: WorkerState) -> int:
         """Tokens of the prompt that need not be computed when their KV is there: whole blocks, never the last token."""
