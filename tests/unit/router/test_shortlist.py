@@ -151,6 +151,14 @@ def test_when_nobody_may_be_taken_the_reason_is_still_told() -> None:
     assert any(c.excluded.startswith("NO_CAPACITY") for c in found)
 
 
+def test_when_no_prefill_has_room_that_is_the_reason() -> None:
+    workers = [worker(Role.PREFILL, n, blocks_free=1 + n % 2) for n in range(50)] + [worker(Role.DECODE)]
+    chosen = fleet_of(workers).shortlist(ask())
+    assert [s.blocks_free for s in chosen if s.role is Role.PREFILL] == [2, 2], "those that lack least"
+    found = candidates(chosen, ask(), rate, P)
+    assert {c.excluded.partition(":")[0] for c in found if c.prefill} == {"NO_CAPACITY"}
+
+
 def test_the_warmest_decode_worker_is_always_among_them() -> None:
     fleet = fleet_of([worker(Role.DECODE, n, streams=n % 7) for n in range(40)])
     request = Ask("u", 641, 16.0, hits={"decode-6": 640})
