@@ -58,7 +58,8 @@ class Columns:
             self._neighbours = True
         if state.short_tokens:
             self._overtaking = True
-        self._short[row], self._step[row] = state.short_tokens, 0.5 * state.chunk_tokens / state.prefill_tok_s
+        if self._overtaking:
+            self._short[row], self._step[row] = state.short_tokens, 0.5 * state.chunk_tokens / state.prefill_tok_s
         self._table[:COLUMNS, row] = _numbers(state, self._parameters, self.since)
 
     def price(
@@ -78,7 +79,7 @@ class Columns:
         for row, tokens in cached:
             cells[row] = cells[row + rows] = cells[row + 2 * rows] = prompt_tokens - tokens
         overtakes = self._uncached[0] <= self._short if self._overtaking else None
-        loading = [(of, self._load(of, rest, token_s)) for of, rest, token_s in loads]
+        loading = [(of, self._load(of, rest, token_s)) for of, rest, token_s in loads] if loads else ()
         np.multiply(self._of_token, self._uncached, self._grown)
         np.subtract(self._free, now - self.since, self._queue)
         np.maximum(self._bounded, self._least, out=self._bounded)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from services.router.stored import Load, LoadTime, Reader, StoredRun, loads, worth
 
@@ -39,9 +40,19 @@ class Parameters:
 
 
 @dataclass(slots=True)
+class Told:
+    """What a worker has to do, as it told at `at`; see WorkerState."""
+
+    streams: int
+    queued_tokens: float
+    blocks_free: int
+    at: float
+
+
+@dataclass(slots=True)
 class WorkerState:
-    """One worker at this moment, with the reservations already added. Never changed once made (not frozen, because a
-    frozen one takes four times as long to make).
+    """One worker at this moment, with the reservations already added. Changed only by `promise`, never while a request
+    is decided.
 
     `max_context` and `blocks_total` are 0 when unknown. `streams` counts running, waiting and reserved ones;
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
@@ -51,7 +62,8 @@ class WorkerState:
     one stream takes, `stream_s` what each other stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in
     seconds on the clock of `Ask.now`; since then the worker computes them. `lacks` is what it cannot do of what a
     request may need. A step computes `chunk_tokens` of prompts; those with no more than `short_tokens` to compute wait
-    for one step and not for longer ones.
+    for one step and not for longer ones. `longest` is worked out of the others: the longest prompt that it takes, in
+    tokens; -1 when it takes none.
     """
 
     id: str
@@ -78,33 +90,26 @@ class WorkerState:
     lacks: frozenset[str] = frozenset()
     chunk_tokens: int = 0
     short_tokens: int = 0
+    longest: float = field(init=False)
 
-    def reserved(self, streams: int, tokens: float, blocks: int, prefill_share: float, now: float) -> WorkerState:
-        """The same worker at `now`, with so much more promised to it."""
-        queued = self.queued_tokens - (now - self.as_of) * self.prefill_tok_s
-        return WorkerState(
-            self.id,
-            self.role,
-            self.fingerprint,
-            self.block_size,
-            self.block_bytes,
-            self.max_context,
-            self.max_streams,
-            self.streams + streams,
-            (queued if queued > 0.0 else 0.0) + tokens,
-            self.blocks_total,
-            self.blocks_free - blocks,
-            self.prefill_tok_s,
-            self.step_s,
-            self.stream_s,
-            prefill_share,
-            self.unusable,
-            self.device,
-            as_of=now,
-            lacks=self.lacks,
-            chunk_tokens=self.chunk_tokens,
-            short_tokens=self.short_tokens,
-        )
+    def __post_init__(self) -> None:
+        self._measure()
+
+    def _measure(self) -> None:
+        longest = (self.blocks_free - 1) * self.block_size if self.blocks_total else math.inf
+        if self.max_context and longest >= self.max_context:
+            longest = self.max_context - 1
+        self.longest = -1.0 if self.unusable else longest
+
+    def promise(self, told: Told, streams: int, tokens: float, blocks: int, prefill_share: float, now: float) -> None:
+        """Be the worker as it told, at `now`, with so much more promised to it."""
+        queued = told.queued_tokens - (now - told.at) * self.prefill_tok_s
+        self.streams = told.streams + streams
+        self.queued_tokens = (queued if queued > 0.0 else 0.0) + tokens
+        self.blocks_free = told.blocks_free - blocks
+        self.prefill_share = prefill_share
+        self.as_of = now
+        self._measure()
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a prompt of `tokens` takes, with the one more that the first output needs."""
@@ -113,10 +118,11 @@ class WorkerState:
 
 @dataclass(slots=True)
 class Ask:
-    """What is to be routed; never changed once made (not frozen, as WorkerState is not).
+    """What is to be routed; never changed once made (not frozen: that would take four times as long to make).
 
     `output_tokens` is the expected length of the answer, `hits` are prefix-hit tokens by worker id, `stored` what
     stores hold of the prompt; `now` is when, on the clock of `WorkerState.as_of`; `needs` what not every engine can do.
+    Hits are of whole blocks.
     """
 
     uid: str
@@ -134,10 +140,7 @@ class Ask:
     def cached(self, worker: WorkerState) -> int:
         """Tokens of the prompt whose KV is on `worker`: whole blocks, never the last token (its logits are needed)."""
         hit = self.hits.get(worker.id, 0)
-        if not hit:
-            return 0
-        most = (self.prompt_tokens - 1) // worker.block_size * worker.block_size
-        return hit if hit < most else most
+        return hit if hit < self.prompt_tokens else max(0, self.reusable(worker))
 
     def reusable(self, worker: WorkerState) -> int:
         """Tokens of the prompt that need not be computed when their KV is there: whole blocks, never the last token."""
@@ -185,16 +188,16 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     Streams leave one by one: with `max_streams` running for `output * step` seconds each, one ends every
     `output * step / max_streams` seconds. The step is that of a full batch.
     """
-    tokens_ahead = worker.queued_tokens / worker.prefill_tok_s - (ask.now - worker.as_of)
-    if tokens_ahead < 0.0:
-        tokens_ahead = 0.0
+    ahead = worker.queued_tokens / worker.prefill_tok_s - (ask.now - worker.as_of)
+    if ahead < 0.0:
+        ahead = 0.0
     elif worker.short_tokens and ask.prompt_tokens - ask.cached(worker) <= worker.short_tokens:
-        tokens_ahead = min(tokens_ahead, 0.5 * worker.chunk_tokens / worker.prefill_tok_s)
+        ahead = min(ahead, 0.5 * worker.chunk_tokens / worker.prefill_tok_s)
+    if worker.streams < worker.max_streams or worker.role is PREFILL:
+        return ahead
     excess = worker.streams + 1 - worker.max_streams
-    if worker.role is PREFILL or excess <= 0:
-        return tokens_ahead
     step_s = worker.step_s + worker.stream_s * (worker.max_streams - 1)
-    return tokens_ahead + excess * ask.output_tokens * step_s / worker.max_streams
+    return ahead + excess * ask.output_tokens * step_s / worker.max_streams
 
 
 def shared_seconds(worker: WorkerState, compute_s: float) -> float:
@@ -214,9 +217,8 @@ def interfering(worker: WorkerState, least: float = 0.0) -> float:
     return (own if own < 1.0 else 1.0) + 3.0 * worker.beside_share
 
 
-@dataclass(slots=True)
-class Terms:
-    """What a candidate costs, in seconds by what they are for (README.md); never changed once made."""
+class Terms(NamedTuple):
+    """What a candidate costs, in seconds by what they are for (README.md)."""
 
     queue: float
     prefill: float
@@ -229,24 +231,12 @@ class Terms:
     @property
     def total(self) -> float:
         """The cost."""
-        return self.queue + self.prefill + self.load + self.transfer + self.stall + self.batch + self.interference
+        return sum(self)
 
     @property
     def ttft(self) -> float:
         """Predicted seconds to the first token: the terms that this request itself waits for."""
         return self.queue + self.prefill + self.load + self.transfer
-
-    def by_name(self) -> dict[str, float]:
-        """The terms, as people are told them."""
-        return {
-            "queue": self.queue,
-            "prefill": self.prefill,
-            "load": self.load,
-            "transfer": self.transfer,
-            "stall": self.stall,
-            "batch": self.batch,
-            "interference": self.interference,
-        }
 
 
 def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load | None = None) -> Terms:

@@ -8,6 +8,7 @@ from baton.errors import BatonError, Reason
 from baton.rpc.codec import layout_from_pb
 from baton.transfer.choose import Endpoint, choose
 from baton.v1 import registry_pb2, router_pb2, worker_pb2
+from services.router.costs import Terms
 from services.router.policy import Candidate, Choice, Mode
 
 _MODES = {
@@ -36,7 +37,7 @@ def put_plan(
     plan.reasons.extend(choice.reasons)
     plan.local_is_cheapest = choice.local_is_cheapest
     predicted = plan.predicted_ms
-    for name, seconds in winner.terms.by_name().items():
+    for name, seconds in zip(Terms._fields, winner.terms, strict=True):
         predicted[name] = seconds * 1e3
     predicted["ttft"] = winner.ttft * 1e3
     if store is not None and winner.load is not None:
@@ -72,7 +73,7 @@ def candidate(
         mode=_MODES[item.mode],
         worker=item.worker.id,
         prefill=item.prefill.id if item.prefill else "",
-        terms_ms={name: seconds * 1e3 for name, seconds in item.terms.by_name().items()},
+        terms_ms={name: seconds * 1e3 for name, seconds in zip(Terms._fields, item.terms, strict=True)},
         total_ms=item.total * 1e3,
         cached_tokens=item.cached_tokens,
         chosen=item is chosen,

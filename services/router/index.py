@@ -19,7 +19,7 @@ TIERS = ("device", "host", "nvme")
 """Best first; a tier of another name counts as slower than all of these."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Source:
     bit: int
     epoch: int | None = None

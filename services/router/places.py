@@ -108,20 +108,19 @@ class Places:
         """Take `bit` from every key."""
         self._take(bit, list(self._held[bit]))
 
-    def runs(self, packed: bytes) -> Iterator[tuple[int, int]]:
+    def runs(self, packed: bytes) -> list[tuple[int, int]]:
         """(depth, mask) in order of depth: the named bits that the first `depth` keys have and the next one has not.
         `packed` is the keys side by side. Raises ValueError when the last is not of `KEY_BYTES`."""
         count, rest = divmod(len(packed), KEY_BYTES)
         if rest:
             raise ValueError(f"a block's key is not of {KEY_BYTES} bytes")
+        found: list[tuple[int, int]] = []
         depth, active = 0, self._named
         while depth < count:
             start = depth * KEY_BYTES
             row = self._rows.get(packed[start : start + KEY_BYTES])
             if row is None:
-                if depth:
-                    yield depth, active
-                return
+                break
             together = self._together(packed, depth, row)
             for offset, mask in _changes(self._masks[row : row + together]):
                 if not mask:  # a free row still has the bytes of its last key, which may lie elsewhere now
@@ -130,16 +129,19 @@ class Places:
                 still = mask & active
                 if still != active:
                     if depth + offset:
-                        yield depth + offset, active & ~still
+                        found.append((depth + offset, active & ~still))
                     if not still:
-                        return
+                        return found
                     active = still
             depth += together
-        if count:
-            yield count, active
+        if depth:
+            found.append((depth, active))
+        return found
 
     def names(self, mask: int) -> list[str]:
         """The names of the bits in `mask`."""
+        if mask.bit_count() == 1:
+            return [self._names[mask.bit_length() - 1]]
         return [self._names[position] for position in positions(mask)]
 
     def check_integrity(self, owners: dict[int, str], unnamed: set[int]) -> list[str]:
@@ -181,11 +183,7 @@ class Places:
         key = packed[second : second + KEY_BYTES]
         if not key or not self._packed.startswith(key, (row + 1) * KEY_BYTES):
             return 1
-        count = min(len(packed) // KEY_BYTES - depth, len(self._masks) - row)
-        asked = np.frombuffer(packed, np.uint64, 2 * count, depth * KEY_BYTES)
-        differ = np.frombuffer(self._packed, np.uint64, 2 * count, row * KEY_BYTES) != asked
-        first = int(differ.argmax())  # of two halves of a key; 0 when none differs, because the first key does not
-        return first // 2 or count
+        return in_common(packed, depth, self._packed, row)
 
     def _take(self, bit: int, rows: list[int]) -> None:
         masks, equal = self._masks, {bit: 0}
@@ -221,6 +219,19 @@ def _changes(masks: list[int]) -> list[tuple[int, int]]:
                 before = mask
                 found.append((place, mask))
     return found
+
+
+def in_common(these: bytes, this: int, those: bytes | bytearray, that: int) -> int:
+    """How many packed keys are the same from place `this` of the ones and `that` of the others on; the first is. By
+    halves: comparing bytes where they lie is sooner done a few times than one call that tells where they differ."""
+    low, high = 1, min(len(these) // KEY_BYTES - this, len(those) // KEY_BYTES - that)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if those.startswith(these[(this + low) * KEY_BYTES : (this + middle) * KEY_BYTES], (that + low) * KEY_BYTES):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def positions(mask: int) -> list[int]:

@@ -7,11 +7,13 @@ Nothing here reads a clock, a socket or a global, so a simulator can drive the s
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 
 from baton.errors import Reason
 from baton.route import RouteReason
@@ -49,6 +51,7 @@ MOST_PAIRS = 4096
 """A pair costs some microseconds, in which the router answers nobody else."""
 _PREFERENCE = {PAIR: 0, WHOLE: 1, LOCAL: 2}
 """Which of two equally cheap candidates: the one that freezes nobody first."""
+_total = attrgetter("total")
 
 
 @dataclass(slots=True)
@@ -62,11 +65,16 @@ class Candidate:
     mode: Mode
     worker: WorkerState
     prefill: WorkerState | None
+    ask: Ask
     terms: Terms
     total: float
-    cached_tokens: int
     excluded: str = ""
     load: Load | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that are there where it would be computed."""
+        return self.ask.cached(self.prefill or self.worker)
 
     @property
     def ttft(self) -> float:
@@ -126,9 +134,11 @@ def candidates(
     prefills: list[WorkerState] = []
     barred_prefills: list[tuple[WorkerState, str]] = []
     decodes: list[tuple[WorkerState, str]] = []
+    usable: dict[str, list[WorkerState]] = {}  # of the decode workers, by layout
     found: list[Candidate] = []
+    picky = bool(ask.exclude or ask.needs)
     for worker in workers:
-        why = _barred(worker, ask)
+        why = _barred(worker, ask) if picky or ask.prompt_tokens > worker.longest else ""
         if worker.role is PREFILL:
             if why:
                 barred_prefills.append((worker, why))
@@ -139,11 +149,13 @@ def candidates(
         if worker.role is not MERGED:
             mode = LOCAL
             decodes.append((worker, why))
+            if not why:
+                usable.setdefault(worker.fingerprint, []).append(worker)
         terms, load = own_cost(worker, ask, parameters), None
         if ask.stored:
             loads = worthwhile_loads(worker, ask, load_time, parameters)
             terms, load = _with_load(terms, partial(own_cost, worker, ask, parameters), loads)
-        found.append(Candidate(mode, worker, None, terms, terms.total, ask.cached(worker), why, load))
+        found.append(Candidate(mode, worker, None, ask, terms, sum(terms), why, load))
 
     def pair(prefill: WorkerState, decode: WorkerState, why: str = "") -> Candidate:
         if not why and prefill.fingerprint != decode.fingerprint:
@@ -152,16 +164,15 @@ def candidates(
         if ask.stored:
             loads = worthwhile_loads(prefill, ask, load_time, parameters, pair_pass_s(prefill, decode))
             terms, load = _with_load(terms, partial(pair_cost, prefill, decode, ask, transfer_rate, parameters), loads)
-        return Candidate(PAIR, decode, prefill, terms, terms.total, ask.cached(prefill), why, load)
+        return Candidate(PAIR, decode, prefill, ask, terms, sum(terms), why, load)
 
     if exhaustive and (len(prefills) + len(barred_prefills)) * len(decodes) <= MOST_PAIRS:
         everyone = [(p, "") for p in prefills] + barred_prefills
         return found + [pair(p, d, why_d or why_p) for d, why_d in decodes for p, why_p in everyone]
     if exhaustive and decodes:
         found += [pair(p, decodes[0][0], why) for p, why in barred_prefills]
-    usable = [d for d, why in decodes if not why]
-    for layout in sorted({d.fingerprint for d in usable}):
-        of_layout = [d for d in usable if d.fingerprint == layout]
+    for layout in sorted(usable):
+        of_layout = usable[layout]
         fitting = [p for p in prefills if p.fingerprint == layout]
         if fitting:
             found += _cross(fitting, of_layout, ask, parameters, pair)
@@ -184,8 +195,10 @@ def _cross(
         return [pair(prefill, decodes[0]) for prefill in prefills]
     sides = [prefill_side(prefill, ask) for prefill in prefills]
     least = min(sides)
-    equal = [prefill for prefill, side in zip(prefills, sides, strict=True) if side == least]
-    first = equal[0] if len(equal) == 1 else min(equal, key=lambda p: _spread(ask.uid, p.id))
+    first = prefills[sides.index(least)]
+    if sides.count(least) > 1:
+        equal = [prefill for prefill, side in zip(prefills, sides, strict=True) if side == least]
+        first = min(equal, key=lambda p: _spread(ask.uid, p.id))
     found = [pair(first, decode) for decode in decodes]
     best = _best(found, ask, parameters)
     return found + [pair(prefill, best.worker) for prefill in prefills if best and prefill is not first]
@@ -211,7 +224,7 @@ def _best(options: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Can
     uid: the same for the same request, spread over requests."""
     if len(options) < 2:
         return options[0] if options else None
-    limit = min([option.total for option in options]) + parameters.tie_s
+    limit = min(options, key=_total).total + parameters.tie_s
     tied = [option for option in options if option.total <= limit]
     if len(tied) == 1:
         return tied[0]
@@ -227,7 +240,7 @@ def _best(options: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Can
 
 def choose(found: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Choice | Refusal:
     """The plan for `ask` among its candidates, or why there is none."""
-    allowed = [c for c in found if not c.excluded]
+    allowed = possible = [c for c in found if not c.excluded]
     if ask.strict or ask.merged_only:
         allowed = [c for c in allowed if _fits(c.mode, ask)]
     if ask.merged_only and any(c.mode is WHOLE for c in allowed):
@@ -243,7 +256,7 @@ def choose(found: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Choi
     return Choice(
         winner,
         _alternate(allowed, winner, ask, parameters),
-        _local_is_cheapest(found, winner),
+        _local_is_cheapest(possible, winner),
         _why(found, winner, ask),
     )
 
@@ -256,19 +269,23 @@ def _fits(mode: Mode, ask: Ask) -> bool:
 
 def _alternate(allowed: Sequence[Candidate], winner: Candidate, ask: Ask, parameters: Parameters) -> WorkerState | None:
     """The second-best prefill for the same decode worker."""
-    others = [
-        c for c in allowed if c.mode is winner.mode and c.worker is winner.worker and c.prefill is not winner.prefill
-    ]
+    first, decode = winner.prefill, winner.worker
+    if first is None:
+        return None
+    others = [c for c in allowed if c.worker is decode and c.mode is PAIR and c.prefill is not first]
     second = _best(others, ask, parameters)
     return second.prefill if second else None
 
 
-def _local_is_cheapest(found: Sequence[Candidate], winner: Candidate) -> bool:
+def _local_is_cheapest(possible: Sequence[Candidate], winner: Candidate) -> bool:
     """Whether, without the prefill, the decode worker computing alone costs less than any merged worker."""
-    local = next((c for c in found if c.mode is LOCAL and c.worker is winner.worker and not c.excluded), None)
-    if local is None:
-        return False
-    return all(local.total < c.total for c in found if c.mode is WHOLE and not c.excluded)
+    local = merged = math.inf
+    for item in possible:
+        if item.mode is WHOLE:
+            merged = min(merged, item.total)
+        elif item.mode is LOCAL and item.worker is winner.worker:
+            local = item.total
+    return local < merged
 
 
 def _why(found: Sequence[Candidate], winner: Candidate, ask: Ask) -> tuple[RouteReason, ...]:

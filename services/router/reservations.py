@@ -7,6 +7,7 @@ as admitted, and in any case after `ttl_s`.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -44,6 +45,8 @@ class Reservations:
         self._attempts: dict[str, set[int]] = {}
         self._totals: dict[str, Held] = {}
         self._changed: set[str] = set()
+        self._due = -math.inf
+        """No open one expires before that."""
         self.expired = 0
 
     def __len__(self) -> int:
@@ -101,12 +104,12 @@ class Reservations:
 
     def expire(self, now: float) -> None:
         """End what is older than the time to live. All live equally long, so the oldest come first."""
-        while self._open:
+        while self._open and self._due <= now:
             (uid, attempt), reservation = next(iter(self._open.items()))
-            if reservation.expires > now:
-                return
-            self.expired += 1
-            self.end(uid, attempt)
+            self._due = reservation.expires
+            if reservation.expires <= now:
+                self.expired += 1
+                self.end(uid, attempt)
 
     def check_integrity(self) -> list[str]:
         """Findings in words: totals must be the sum of what is open."""

@@ -81,11 +81,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         except BatonError as error:
             self._metrics.refusals.labels(error.reason.name).inc()
             return router_pb2.RouteReply(failure=failure(error))
-        self._reserve(request, keys, choice.winner)
+        attempt = request.attempt
+        self._reserve(attempt, keys, choice.winner)
         if choice.winner.load is not None:
             self._prefetch(request, keys, choice.winner, choice.winner.load)
         reply = router_pb2.RouteReply()
-        self._put_plan(reply.plan, choice, request)
+        self._put_plan(reply.plan, choice, attempt)
         self._metrics.routes.add(choice.winner.mode, choice.reasons[0], time.perf_counter() - began)
         return reply
 
@@ -96,7 +97,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             choice, found = self._decide(request, _keys(request), exhaustive=True)
             winner = choice.winner
-            self._put_plan(reply.plan, choice, request)
+            self._put_plan(reply.plan, choice, request.attempt)
         except _RefusedError as refused:
             found = refused.found
             reply.failure.CopyFrom(failure(refused))
@@ -246,29 +247,29 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             return BatonError(Reason.DECODE_UNAVAILABLE, f"no worker for model {model!r} is registered")
         return BatonError(Reason.MODEL_NOT_FOUND, f"no worker serves model {model!r}", param="model")
 
-    def _reserve(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate) -> None:
-        now = self._clock()
-        worker, prefill = winner.worker, winner.prefill
-        computes = prefill or worker
-        prompt = request.prompt_tokens
-        tokens = prompt - (winner.load.tokens if winner.load else winner.cached_tokens)
+    def _reserve(self, attempt: int, keys: bytes, winner: policy.Candidate) -> None:
+        ask, worker, prefill, terms = winner.ask, winner.worker, winner.prefill, winner.terms
+        prompt, now, cached = ask.prompt_tokens, ask.now, winner.cached_tokens
+        tokens = prompt - (winner.load.tokens if winner.load else cached)
         if prefill is None:
+            computes = worker
             parts = {worker.id: Held(tokens, 1, worker.blocks_for(prompt))}
         else:
+            computes = prefill
             parts = {
                 worker.id: Held(0.0, 1, worker.blocks_for(prompt)),
                 prefill.id: Held(tokens, 0, prefill.blocks_for(prompt)),
             }
-        self._reservations.take(request.uid, request.attempt, parts, now)
+        self._reservations.take(ask.uid, attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)
-        until = now + winner.terms.queue + winner.terms.load + winner.terms.prefill + EXPECT_S
-        known = winner.cached_tokens // computes.block_size
-        self._speculation.expect(computes.id, _physical(keys, computes.block_size), known, until)
+        until = now + terms.queue + terms.load + terms.prefill + EXPECT_S
+        size = computes.block_size
+        self._speculation.expect(computes.id, _physical(keys, size), cached // size, until)
 
-    def _put_plan(self, plan: worker_pb2.Plan, choice: policy.Choice, request: router_pb2.RouteRequest) -> None:
+    def _put_plan(self, plan: worker_pb2.Plan, choice: policy.Choice, attempt: int) -> None:
         load = choice.winner.load
         explain.put_plan(plan, choice, self._workers.target, self._stores.usable(load.store) if load else None)
-        if request.attempt:
+        if attempt:
             plan.reasons.append(RouteReason.REROUTED)
 
 

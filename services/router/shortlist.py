@@ -41,7 +41,6 @@ class _Group:
         self.role = role
         self.block_size = block_size
         self.states: list[WorkerState] = []
-        self.capacity: list[float] = []
         self.start = 0
         self.room = 0
         self.cost: Floats = np.zeros(0, np.float32)
@@ -61,37 +60,24 @@ class _Group:
     def best(self, ask: Ask) -> list[WorkerState]:
         """The cheapest that may be taken, by the costs found last; when there are none, those that lack least."""
         cost, states = self.cost, self.states
-        chosen = _cheapest(cost, self.role)
+        chosen = self._lowest(cost)
         # Mostly everyone has room: it is asked of all only when one of the few has not.
-        for row in chosen:
-            if self.capacity[row] < ask.prompt_tokens:
-                capacity = np.array(self.capacity)
-                cost[capacity < ask.prompt_tokens] = np.inf
-                chosen = _cheapest(cost if np.isfinite(cost).any() else -capacity, self.role)
-                break
-        return [states[row] for row in chosen]
+        for state in chosen:
+            if state.longest < ask.prompt_tokens:
+                longest = np.array([state.longest for state in states], np.float64)
+                cost[longest < ask.prompt_tokens] = np.inf
+                return self._lowest(cost if np.isfinite(cost).any() else -longest)
+        return chosen
 
-
-def _cheapest(cost: Floats, role: Role) -> list[int]:
-    """The row of the lowest, of prefills the two lowest in order: two minima are found sooner than a sorting."""
-    first = int(cost.argmin())
-    if role is not PREFILL or len(cost) == 1:
-        return [first]
-    least, cost[first] = cost[first], np.inf
-    second = int(cost.argmin())
-    cost[first] = least
-    return [first, second]
-
-
-def _capacity(state: WorkerState) -> float:
-    """The longest prompt that it takes, in tokens; -1 when it takes none."""
-    if state.unusable:
-        return -1.0
-    capacity = (state.blocks_free - 1) * state.block_size if state.blocks_total else math.inf
-    if state.max_context:
-        longest = state.max_context - 1
-        return longest if longest < capacity else capacity
-    return capacity
+    def _lowest(self, cost: Floats) -> list[WorkerState]:
+        """The cheapest worker, of prefills the two cheapest in order: two minima are found sooner than a sorting."""
+        first = int(cost.argmin())
+        if self.role is not PREFILL or len(cost) == 1:
+            return [self.states[first]]
+        least, cost[first] = cost[first], np.inf
+        second = int(cost.argmin())
+        cost[first] = least
+        return [self.states[first], self.states[second]]
 
 
 class Fleet:
@@ -100,6 +86,7 @@ class Fleet:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
         self._groups: dict[Kind, _Group] = {}
+        self._large: list[_Group] = []  # those of more than `whole` workers
         self._sizes: set[int] = set()
         self._places: dict[str, tuple[_Group, int]] = {}  # where in its group a worker is
         self._device_of: dict[str, str] = {}
@@ -111,7 +98,7 @@ class Fleet:
         return len(self._places)
 
     def put(self, state: WorkerState) -> None:
-        """A worker is new, or something of it has changed."""
+        """A worker is new, or something of it has changed (its kind only in another object)."""
         if state.device or state.id in self._device_of:
             self._move(state.id, state.device, state)
             return
@@ -134,13 +121,12 @@ class Fleet:
                 del self._on_device[touched]
 
     def _write(self, state: WorkerState) -> None:
-        place = self._places.get(state.id)
-        if place is not None and _kind(state) != place[0].kind:
-            self._leave(state.id)
-            place = None
-        group, row = place or self._add(state)
-        group.states[row] = state
-        group.capacity[row] = _capacity(state)
+        group, row = self._places.get(state.id) or self._add(state)
+        if group.states[row] is not state:
+            if _kind(state) != group.kind:
+                self._leave(state.id)
+                group, row = self._add(state)
+            group.states[row] = state
         self._columns.put(group.start + row, state)
         if state.as_of - self._columns.since > FRESH_S:
             self._give_places(state.as_of)
@@ -156,15 +142,15 @@ class Fleet:
         if place is None:
             return
         group, row = place
-        last, capacity = group.states.pop(), group.capacity.pop()
+        last = group.states.pop()
         group.cost = group.cost[:-1]
         if last.id != id:
-            group.states[row], group.capacity[row] = last, capacity
+            group.states[row] = last
             self._places[last.id] = group, row
             self._columns.put(group.start + row, last)
         if not group.states:
             del self._groups[group.kind]
-            self._sizes = {kept.block_size for kept in self._groups.values()}
+        self._regroup()
 
     def block_sizes(self) -> set[int]:
         """Tokens of a block, of every layout here (do not change it)."""
@@ -187,12 +173,12 @@ class Fleet:
     def shortlist(self, ask: Ask, load_time: LoadTime = no_loads) -> list[WorkerState]:
         """The workers among which the cheapest plan is: the best of each role and layout, and the decode worker with
         the longest hit (its own copy is what no side formula sees)."""
-        whole, chosen = self._parameters.whole, []
-        large = [group for group in self._groups.values() if len(group.states) > whole]
+        large = self._large
         if large:
             self._price(ask, large, load_time)
+        chosen: list[WorkerState] = []
         for group in self._groups.values():
-            chosen += group.best(ask) if len(group.states) > whole else group.states
+            chosen += group.best(ask) if group in large else group.states
         decode = self._warmest_decode(ask.hits)
         if decode is not None and all(decode is not state for state in chosen):
             chosen.append(decode)
@@ -207,27 +193,30 @@ class Fleet:
         self._compute(ask, large, load_time)
         cost = self._columns.cost
         # The same noise for the same request, another place in it for the next one.
-        start = zlib.crc32(ask.uid.encode()) % (len(self._noise) - len(cost))
-        np.add(cost, self._noise[start : start + len(cost)], cost)
+        rows = len(cost)
+        start = zlib.crc32(ask.uid.encode()) % (len(self._noise) - rows)
+        np.add(cost, self._noise[start : start + rows], cost)
         for id in ask.exclude:
             if id in self._places:
                 group, row = self._places[id]
                 cost[group.start + row] = np.inf
 
     def _compute(self, ask: Ask, groups: list[_Group], load_time: LoadTime) -> None:
-        found = [group.load(ask, load_time) for group in groups] if ask.stored else []
-        cached, places = [], self._places
+        offers = [offer for group in groups if (offer := group.load(ask, load_time))] if ask.stored else []
+        cached, places, prompt = [], self._places, ask.prompt_tokens
         for id, tokens in ask.hits.items():
-            if id in places:
-                group, row = places[id]
-                most = (ask.prompt_tokens - 1) // group.block_size * group.block_size
-                cached.append((group.start + row, tokens if tokens < most else most))
-        self._columns.price(ask.prompt_tokens, cached, ask.output_tokens, [load for load in found if load], ask.now)
+            place = places.get(id)
+            if place is not None:
+                group, row = place
+                cached.append((group.start + row, tokens if tokens < prompt else ask.reusable(group.states[row])))
+        self._columns.price(prompt, cached, ask.output_tokens, offers, ask.now)
 
     def _warmest_decode(self, hits: Mapping[str, int]) -> WorkerState | None:
-        places = self._places
-        warm = [id for id in hits if id in places and places[id][0].role is DECODE]
-        return self.get(max(warm, key=hits.__getitem__)) if warm else None
+        warmest, longest, places = None, 0, self._places
+        for id, tokens in hits.items():
+            if tokens > longest and id in places and places[id][0].role is DECODE:
+                warmest, longest = id, tokens
+        return self.get(warmest) if warmest else None
 
     def _add(self, state: WorkerState) -> tuple[_Group, int]:
         """A place for a worker that has none."""
@@ -235,15 +224,20 @@ class Fleet:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(*key)
-            self._sizes.add(group.block_size)
         group.states.append(state)
-        group.capacity.append(0.0)
+        self._regroup()
         place = self._places[state.id] = group, len(group.states) - 1
         if len(group.states) > group.room:
             self._give_places(state.as_of)
         else:
             group.cost = self._columns.cost[group.start : group.start + len(group.states)]
         return place
+
+    def _regroup(self) -> None:
+        """What is known of the groups as a whole, after workers came or left."""
+        groups = self._groups.values()
+        self._large = [group for group in groups if len(group.states) > self._parameters.whole]
+        self._sizes = {group.block_size for group in groups}
 
     def _give_places(self, now: float) -> None:
         """Lay the groups out anew, each with some room to grow."""

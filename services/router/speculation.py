@@ -6,8 +6,7 @@ count on them. What is expected and does not come is forgotten after its time; a
 recomputed prefix.
 
 An expectation is one prompt's keys from the first that is new to its worker on, found by that first key. Keys are a
-hash chain: when two prompts have the key at some place in common, they have all before it, so how far they go together
-is found by bisection.
+hash chain: when two prompts have the key at some place in common, they have all before it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from operator import attrgetter
 
 from baton.kv.keys import KEY_BYTES, split_keys
 from services.router.index import PrefixIndex
-
-FEW = 4
-"""Holders of a prefix whose expectations may be fewer than its keys: then they are gone through, not the keys."""
+from services.router.places import in_common
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +70,7 @@ class Speculation:
 
     def extend(self, found: dict[str, int], keys: bytes) -> None:
         """Lengthen the prefixes in `found` (numbers of keys by worker, from the index) by what is expected."""
-        seen, reach, count = 0, max(found.values(), default=0), len(keys) // KEY_BYTES
+        seen, reach, count = 0, max(found.values()) if found else 0, len(keys) // KEY_BYTES
         while self._by_first and seen <= reach and seen < count:  # nothing that begins deeper can count yet
             expectations = self._beginning(found, keys, seen, reach)
             seen = reach + 1
@@ -83,7 +80,7 @@ class Speculation:
                 known = found.get(expected.worker, 0)
                 if known < expected.start:
                     continue
-                depth = _common(expected.keys, keys, expected.start)
+                depth = expected.start + in_common(expected.keys, expected.start, keys, expected.start)
                 if depth > known:
                     depth = found[expected.worker] = self._further(expected.worker, keys, depth)
                     reach = max(reach, depth)
@@ -93,15 +90,17 @@ class Speculation:
         before; by worker or by key, whichever are fewer."""
         workers = set(found)
         if not seen:  # who has nothing yet can only begin at the first
-            workers.update([expected.worker for expected in self._by_first.get(keys[:KEY_BYTES], ())])
-        if len(workers) <= FEW:
-            holders = [self._by_worker[worker] for worker in workers if worker in self._by_worker]
-            if sum(map(len, holders)) <= reach + 1 - seen:
-                near = [e for holder in holders for e in holder if seen <= e.start <= reach]
-                return [e for e in near if keys.startswith(e.first, e.start * KEY_BYTES)]
-        firsts = self._by_first.keys() & split_keys(keys[seen * KEY_BYTES : (reach + 1) * KEY_BYTES])
-        near = [e for first in firsts for e in self._by_first[first]]
-        return [e for e in near if keys.startswith(e.first, e.start * KEY_BYTES)]
+            for expected in self._by_first.get(keys[:KEY_BYTES], ()):
+                workers.add(expected.worker)
+        near: list[_Expected] = []
+        count = reach + 1 - seen
+        if len(workers) <= count:
+            for worker in workers:
+                near += self._by_worker.get(worker, ())
+        if len(workers) > count or len(near) > count:
+            firsts = self._by_first.keys() & split_keys(keys[seen * KEY_BYTES : (reach + 1) * KEY_BYTES])
+            near = [e for first in firsts for e in self._by_first[first]]
+        return [e for e in near if seen <= e.start <= reach and keys.startswith(e.first, e.start * KEY_BYTES)]
 
     def expire(self, now: float) -> None:
         """Forget what should have come by now."""
@@ -132,16 +131,3 @@ class Speculation:
         del self._by_worker[expected.worker][expected]
         if not self._by_worker[expected.worker]:
             del self._by_worker[expected.worker]
-
-
-def _common(these: bytes, those: bytes, low: int) -> int:
-    """How many keys two chains have in common, `low` + 1 at least."""
-    low, high = low + 1, min(len(these), len(those)) // KEY_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        last = slice((middle - 1) * KEY_BYTES, middle * KEY_BYTES)
-        if these[last] == those[last]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

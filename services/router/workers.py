@@ -24,7 +24,7 @@ from baton.rpc.codec import layout_from_pb
 from baton.rpc.patience import Patience
 from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, worker_pb2, worker_pb2_grpc
-from services.router.costs import Parameters, Role, WorkerState
+from services.router.costs import Parameters, Role, Told, WorkerState
 from services.router.index import PrefixIndex
 from services.router.quarantine import Quarantine
 from services.router.rates import PrefillShare, Rates
@@ -56,8 +56,8 @@ class WatchLostError(Exception):
 @dataclass
 class Known:
     """One worker. `load` is its last report, of `reported_at`; `watched` is whether its stream stands; `target` is it
-    in plans, and `reported` it as the policy sees it without reservations, None when something of it has changed
-    since."""
+    in plans, `seen` it as the policy sees it, None when something of it but the reservations has changed since, and
+    `told` what reservations are added to."""
 
     worker: registry_pb2.Worker
     load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
@@ -66,7 +66,8 @@ class Known:
     card_mismatch: str = ""
     block_bytes: int = 0
     target: worker_pb2.Target = field(default_factory=worker_pb2.Target)
-    reported: WorkerState | None = None
+    seen: WorkerState | None = None
+    told: Told = field(default_factory=lambda: Told(0, 0.0, 0, 0.0))
     task: asyncio.Task[None] | None = None
 
 
@@ -197,7 +198,7 @@ class Workers:
 
     def _stale(self, known: Known) -> None:
         """Something of it has changed, its reservations aside."""
-        known.reported = None
+        known.seen = None
         self._changed.add(known.worker.id)
 
     def _look_again(self, known: Known, now: float) -> None:
@@ -205,11 +206,14 @@ class Workers:
 
     def snapshot(self, known: Known, now: float) -> WorkerState:
         """The worker as the policy sees it: its last report with the reservations added."""
-        reported = known.reported
-        if reported is None:
-            reported = known.reported = self._read(known)
-        held, share = self._reservations.on(reported.id), self._shares.of(reported.id, now)
-        return reported.reserved(held.streams, held.prefill_tokens, held.blocks, share, now)
+        seen = known.seen
+        if seen is None:
+            seen = known.seen = self._read(known)
+            known.told = Told(seen.streams, seen.queued_tokens, seen.blocks_free, seen.as_of)
+        held = self._reservations.on(seen.id)
+        share = self._shares.of(seen.id, now)
+        seen.promise(known.told, held.streams, held.prefill_tokens, held.blocks, share, now)
+        return seen
 
     def _read(self, known: Known) -> WorkerState:
         worker, load = known.worker, known.load
@@ -378,7 +382,7 @@ class Workers:
             self._rates.reported(id, load.prefill_tok_s, load.decode_step_s, load.running, known.reported_at)
             for uid in load.admitted:
                 self._reservations.admitted(id, uid)
-            known.reported = None
+            known.seen = None
             self._look_again(known, known.reported_at)
         if not update.HasField("cache"):
             return True

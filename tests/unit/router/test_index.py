@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.router.index import PrefixIndex
+from services.router.places import in_common
 
 WORKERS = st.sampled_from(["a", "b", "c"])
 KEYS = st.lists(st.integers(0, 30).map(lambda n: bytes([n]) * 16), max_size=6)
@@ -209,6 +210,14 @@ def test_a_row_that_was_left_does_not_end_a_prefix() -> None:
     index.apply("a", 1, 3, stored=keys(3), removed=[], cleared=False)
     assert index.prefix(packed(*range(1, 8))) == {"a": 5}
     assert index.check_integrity() == []
+
+
+@given(*[st.integers(0, 9)] * 5)
+def test_how_far_two_runs_go_together(this: int, that: int, common: int, ours: int, theirs: int) -> None:
+    together = packed(*range(100, 101 + common))
+    these = packed(*range(this)) + together + packed(*range(20, 20 + ours))
+    those = packed(*range(that)) + together + packed(*range(40, 40 + theirs))
+    assert in_common(these, this, bytearray(those), that) == 1 + common
 
 
 def test_keys_of_another_length_are_refused() -> None:

@@ -15,13 +15,14 @@ from services.router.costs import (
     Ask,
     Parameters,
     Role,
+    Told,
     WorkerState,
     own_cost,
     pair_cost,
     prefill_seconds,
     queue_seconds,
 )
-from services.router.policy import Candidate, Choice, Mode, Refusal, candidates, choose
+from services.router.policy import Candidate, Choice, Mode, Refusal, _barred, candidates, choose
 
 P = Parameters()
 BLOCK_BYTES = 737_280  # 32 tokens of a 135M model in bf16
@@ -159,13 +160,16 @@ def test_queue_begins_when_the_streams_are_full() -> None:
 
 
 def test_a_queue_passes_while_nobody_reports() -> None:
-    told = worker(Role.PREFILL, queued_tokens=500.0, as_of=100.0)
-    assert queue_seconds(told, ask(now=100.0)) == pytest.approx(1.0)
-    assert queue_seconds(told, ask(now=100.4)) == pytest.approx(0.6)
-    assert queue_seconds(told, ask(now=103.0)) == 0.0
-    later = told.reserved(0, 50.0, 0, 0.0, 100.8)
-    assert (later.queued_tokens, later.as_of) == (pytest.approx(150.0), 100.8)
-    assert told.reserved(0, 50.0, 0, 0.0, 109.0).queued_tokens == 50.0, "only what was promised since"
+    prefill = worker(Role.PREFILL, queued_tokens=500.0, max_context=0, as_of=100.0)
+    assert queue_seconds(prefill, ask(now=100.0)) == pytest.approx(1.0)
+    assert queue_seconds(prefill, ask(now=100.4)) == pytest.approx(0.6)
+    assert queue_seconds(prefill, ask(now=103.0)) == 0.0
+    told = Told(streams=0, queued_tokens=500.0, blocks_free=1000, at=100.0)
+    prefill.promise(told, 0, 50.0, 3, 0.0, 100.8)
+    assert (prefill.queued_tokens, prefill.as_of) == (pytest.approx(150.0), 100.8)
+    assert prefill.longest == 996 * 32
+    prefill.promise(told, 0, 50.0, 0, 0.0, 109.0)
+    assert prefill.queued_tokens == 50.0, "only what was promised since"
 
 
 def test_the_decode_queue_passes_while_the_prefill_computes() -> None:
@@ -186,6 +190,14 @@ def test_transfer_is_only_what_decode_lacks() -> None:
 def test_hits_never_cover_the_last_token() -> None:
     assert ask(64, hits={"decode-0": 64}).cached(worker(Role.DECODE)) == 32
     assert ask(65, hits={"decode-0": 64}).cached(worker(Role.DECODE)) == 64
+
+
+@given(st.integers(1, 400), st.integers(0, 12), st.sampled_from([0, 10]), st.sampled_from([0, 1, 64, 200, 320, 321]))
+def test_a_worker_that_is_barred_is_told_why(prompt: int, free: int, blocks: int, context: int) -> None:
+    """Whoever takes a prompt of that length is not asked why not: the two must agree."""
+    one = worker(Role.MERGED, blocks_free=free, blocks_total=blocks, max_context=context)
+    assert bool(_barred(one, ask(prompt))) == (prompt > one.longest)
+    assert replace(one, unusable="DRAINING: x").longest == -1.0
 
 
 @pytest.mark.parametrize(
@@ -385,7 +397,7 @@ def test_any_choice_is_allowed_and_cheapest(
 ) -> None:
     request = ask(tokens, strict=strict, merged_only=merged_only)
     everything = candidates(workers, request, rate, P, exhaustive=True)
-    assert all(min(c.terms.by_name().values()) >= 0.0 for c in everything)
+    assert all(min(c.terms) >= 0.0 for c in everything)
     result = choose(everything, request, P)
     assert result == choose(list(reversed(everything)), request, P)
     if isinstance(result, Refusal):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.costs import Ask, Parameters, Role, WorkerState, decode_side, own_cost, prefill_side
+from services.router.costs import Ask, Parameters, Role, WorkerState, decode_side, own_cost, prefill_side, queue_seconds
 from services.router.devices import with_neighbours
 from services.router.policy import Choice, candidates, choose
 from services.router.shortlist import Fleet
@@ -83,7 +83,7 @@ def test_the_few_hold_the_cheapest_hand_over_and_merged_worker(
         else:
             # The sides ignore that a decode worker's own queue passes while the prefill computes.
             assert found is not None
-            overlap = max((s.queued_tokens / s.prefill_tok_s for s in workers if s.role is Role.DECODE), default=0.0)
+            overlap = max((queue_seconds(s, request) for s in workers if s.role is Role.DECODE), default=0.0)
             steps = max(s.step_s for s in workers)
             assert found <= best + 2 * P.tie_s + overlap + 2 * steps
 
@@ -149,6 +149,14 @@ def test_when_nobody_may_be_taken_the_reason_is_still_told() -> None:
     workers += [worker(Role.MERGED, 99, blocks_free=1)]
     found = candidates(fleet_of(workers).shortlist(ask()), ask(), rate, P)
     assert any(c.excluded.startswith("NO_CAPACITY") for c in found)
+
+
+def test_when_no_prefill_has_room_that_is_the_reason() -> None:
+    workers = [worker(Role.PREFILL, n, blocks_free=1 + n % 2) for n in range(50)] + [worker(Role.DECODE)]
+    chosen = fleet_of(workers).shortlist(ask())
+    assert [s.blocks_free for s in chosen if s.role is Role.PREFILL] == [2, 2], "those that lack least"
+    found = candidates(chosen, ask(), rate, P)
+    assert {c.excluded.partition(":")[0] for c in found if c.prefill} == {"NO_CAPACITY"}
 
 
 def test_the_warmest_decode_worker_is_always_among_them() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.index import PrefixIndex
-from services.router.speculation import FEW, Speculation
+from services.router.speculation import Speculation
 
 KEYS = [bytes([n]) * 16 for n in range(6)]
 
@@ -84,7 +84,7 @@ def test_it_is_the_same_whether_looked_for_by_worker_or_by_key(
     for worker, start, common, longer in plans:
         chain = KEYS[:common] + [bytes([100 + n]) * 16 for n in range(common, 6)]
         speculation.expect(worker, b"".join(chain[: 6 if longer else start + 1]), start, until=10.0)
-    crowd = {f"idle{n}": 1 for n in range(FEW + 1)}
+    crowd = {f"idle{n}": 1 for n in range(len(KEYS) + 1)}
     for found in ({}, {"p": 2}, {"p": 6, "q": 1}):
         alone, among = extended(speculation, found), extended(speculation, found | crowd)
         assert alone == {worker: depth for worker, depth in among.items() if worker not in crowd}
