@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from services.router.costs import PREFILL, WorkerState
 
-ASSUMED_SHARE = 0.25
+ASSUMED_SHARE = 0.5
 """Of its time a prefill worker is taken to compute prompts, at least: it is there because they come, and a stream that
 is put beside it after a rest, when none did lately, stays when they do."""
 
