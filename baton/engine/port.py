@@ -245,6 +245,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     queued_prefill_tokens: int = 0
+    queued_short_tokens: int = 0
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0

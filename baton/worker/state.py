@@ -31,6 +31,7 @@ def load(context: WorkerContext) -> pb.Load:
         running=stats.running - stats.batch_running,
         waiting=stats.waiting - stats.batch_waiting,
         queued_prefill_tokens=stats.queued_prefill_tokens - stats.batch_queued_tokens,
+        queued_short_tokens=stats.queued_short_tokens,
         blocks_total=stats.blocks_total,
         blocks_free=stats.blocks_free,
         prefill_tok_s=stats.prefill_tok_s,

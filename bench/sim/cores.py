@@ -82,10 +82,15 @@ class Engine:
         """Prompt tokens in its line."""
         return sum(job.left for job in self.line)
 
+    @property
+    def queued_short(self) -> int:
+        """Of these, those of short prompts."""
+        return sum(job.left for job in self.line if job.left <= self.short)
+
     def begin(self, now: float) -> None:
         """The next step, when there is something to do."""
         budget, short = self.chunk, self.short
-        kept = min(short, sum(job.left for job in self.line if job.left <= short))
+        kept = min(short, self.queued_short)
         self._chunks = []
         for job in self.line:
             most = budget if job.left <= short else budget - kept

@@ -122,7 +122,7 @@ class Setup:
             max_context=0, max_streams=MAX_STREAMS, streams=streams, queued_tokens=engine.queued_tokens,
             blocks_total=0, blocks_free=0, prefill_tok_s=speed.prefill_tok_s, step_s=speed.steps.lone_s,
             stream_s=speed.steps.stream_s, prefill_share=self._shares.of(engine.name, now),
-            chunk_tokens=engine.chunk, short_tokens=engine.short,
+            chunk_tokens=engine.chunk, short_tokens=engine.short, queued_short=engine.queued_short,
             device=self._device[engine.name], as_of=now,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ operation over 1,000 numbers takes hardly longer than one over 300; what a role 
     cost = queue + compute + min(beside, compute) + stall * uncached
          + output * (per_output + min(most, max(share, later * uncached)))
     compute = max(token_s * uncached, pass_s)
-    queue = max(0, free - now), at most `step` (half of one) where uncached <= short
+    queue = max(0, free - now), at most `step` where uncached <= short
 
 So `own_cost`, `prefill_side` and `decode_side` are written twice; a test holds the two together. What is worked out
 lies in arrays that are used again for the next request: fresh memory would cost more than the arithmetic. So would more
@@ -21,7 +21,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.router.costs import DECODE, PREFILL, Parameters, WorkerState
+from services.router.costs import DECODE, PREFILL, Parameters, WorkerState, short_queue_tokens
 
 Floats = NDArray[np.float32]
 """Half as wide as the costs themselves: what it leaves out is below any tie, and a half is sooner gone through."""
@@ -59,7 +59,8 @@ class Columns:
         if state.short_tokens:
             self._overtaking = True
         if self._overtaking:
-            self._short[row], self._step[row] = state.short_tokens, 0.5 * state.chunk_tokens / state.prefill_tok_s
+            self._short[row] = state.short_tokens
+            self._step[row] = short_queue_tokens(state) / state.prefill_tok_s if state.short_tokens else 0.0
         self._table[:COLUMNS, row] = _numbers(state, self._parameters, self.since)
 
     def price(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from services.router.reservations import Held
 from services.router.stored import Load, LoadTime, Reader, StoredRun, loads, worth
 
 
@@ -45,6 +46,7 @@ class Told:
 
     streams: int
     queued_tokens: float
+    queued_short: float
     blocks_free: int
     at: float
 
@@ -62,7 +64,8 @@ class WorkerState:
     one stream takes, `stream_s` what each other stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in
     seconds on the clock of `Ask.now`; since then the worker computes them. `lacks` is what it cannot do of what a
     request may need. A step computes `chunk_tokens` of prompts; those with no more than `short_tokens` to compute wait
-    for one step and not for longer ones. `longest` is worked out of the others: the longest prompt that it takes, in
+    for one step and not for longer ones. `queued_short` are
+    the queued tokens of such. `longest` is worked out of the others: the longest prompt that it takes, in
     tokens; -1 when it takes none.
     """
 
@@ -90,6 +93,7 @@ class WorkerState:
     lacks: frozenset[str] = frozenset()
     chunk_tokens: int = 0
     short_tokens: int = 0
+    queued_short: float = 0.0
     longest: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,12 +105,14 @@ class WorkerState:
             longest = self.max_context - 1
         self.longest = -1.0 if self.unusable else longest
 
-    def promise(self, told: Told, streams: int, tokens: float, blocks: int, prefill_share: float, now: float) -> None:
-        """Be the worker as it told, at `now`, with so much more promised to it."""
-        queued = told.queued_tokens - (now - told.at) * self.prefill_tok_s
-        self.streams = told.streams + streams
-        self.queued_tokens = (queued if queued > 0.0 else 0.0) + tokens
-        self.blocks_free = told.blocks_free - blocks
+    def promise(self, told: Told, held: Held, prefill_share: float, now: float) -> None:
+        """Be the worker as it told, at `now`, with what is `held` promised to it."""
+        done = (now - told.at) * self.prefill_tok_s
+        queued, short = told.queued_tokens - done, told.queued_short - done
+        self.streams = told.streams + held.streams
+        self.queued_tokens = (queued if queued > 0.0 else 0.0) + held.prefill_tokens
+        self.queued_short = (short if short > 0.0 else 0.0) + held.short_tokens
+        self.blocks_free = told.blocks_free - held.blocks
         self.prefill_share = prefill_share
         self.as_of = now
         self._measure()
@@ -181,9 +187,15 @@ def prefill_seconds(worker: WorkerState, tokens: float, pass_s: float | None = N
     return seconds if seconds > least else least
 
 
+def short_queue_tokens(worker: WorkerState) -> float:
+    """Prompt tokens that `worker` computes until it has done with the short prompts that it has: half of the step under
+    way, then steps in which long ones may have all but `short_tokens`."""
+    return worker.chunk_tokens * (0.5 + worker.queued_short / worker.short_tokens)
+
+
 def queue_seconds(worker: WorkerState, ask: Ask) -> float:
-    """How long a new request waits before `worker` starts it: prompt tokens ahead, half a step of them when it is short
-    and overtakes the others; then a free stream.
+    """How long a new request waits before `worker` starts it: prompt tokens ahead, when it is short those of short
+    ones only and what is computed beside them; then a free stream.
 
     Streams leave one by one: with `max_streams` running for `output * step` seconds each, one ends every
     `output * step / max_streams` seconds. The step is that of a full batch.
@@ -192,7 +204,7 @@ def queue_seconds(worker: WorkerState, ask: Ask) -> float:
     if ahead < 0.0:
         ahead = 0.0
     elif worker.short_tokens and ask.prompt_tokens - ask.cached(worker) <= worker.short_tokens:
-        ahead = min(ahead, 0.5 * worker.chunk_tokens / worker.prefill_tok_s)
+        ahead = min(ahead, short_queue_tokens(worker) / worker.prefill_tok_s)
     if worker.streams < worker.max_streams or worker.role is PREFILL:
         return ahead
     excess = worker.streams + 1 - worker.max_streams

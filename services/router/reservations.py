@@ -19,12 +19,15 @@ class Held:
     prefill_tokens: float = 0.0
     streams: int = 0
     blocks: int = 0
+    short_tokens: float = 0.0
+    """Of `prefill_tokens`, those of prompts that overtake longer ones."""
 
     def add(self, other: Held, sign: int = 1) -> None:
         """Add (or with `sign` -1 take away) another one."""
         self.prefill_tokens += sign * other.prefill_tokens
         self.streams += sign * other.streams
         self.blocks += sign * other.blocks
+        self.short_tokens += sign * other.short_tokens
 
 
 @dataclass(slots=True)

@@ -253,12 +253,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         tokens = prompt - (winner.load.tokens if winner.load else cached)
         if prefill is None:
             computes = worker
-            parts = {worker.id: Held(tokens, 1, worker.blocks_for(prompt))}
+            short = tokens if tokens <= worker.short_tokens else 0.0
+            parts = {worker.id: Held(tokens, 1, worker.blocks_for(prompt), short)}
         else:
             computes = prefill
+            short = tokens if tokens <= prefill.short_tokens else 0.0
             parts = {
                 worker.id: Held(0.0, 1, worker.blocks_for(prompt)),
-                prefill.id: Held(tokens, 0, prefill.blocks_for(prompt)),
+                prefill.id: Held(tokens, 0, prefill.blocks_for(prompt), short),
             }
         self._reservations.take(ask.uid, attempt, parts, now)
         self._shares.add(computes.id, costs.prefill_seconds(computes, tokens), now)

@@ -67,7 +67,7 @@ class Known:
     block_bytes: int = 0
     target: worker_pb2.Target = field(default_factory=worker_pb2.Target)
     seen: WorkerState | None = None
-    told: Told = field(default_factory=lambda: Told(0, 0.0, 0, 0.0))
+    told: Told = field(default_factory=lambda: Told(0, 0.0, 0.0, 0, 0.0))
     task: asyncio.Task[None] | None = None
 
 
@@ -209,10 +209,10 @@ class Workers:
         seen = known.seen
         if seen is None:
             seen = known.seen = self._read(known)
-            known.told = Told(seen.streams, seen.queued_tokens, seen.blocks_free, seen.as_of)
+            known.told = Told(seen.streams, seen.queued_tokens, seen.queued_short, seen.blocks_free, seen.as_of)
         held = self._reservations.on(seen.id)
         share = self._shares.of(seen.id, now)
-        seen.promise(known.told, held.streams, held.prefill_tokens, held.blocks, share, now)
+        seen.promise(known.told, held, share, now)
         return seen
 
     def _read(self, known: Known) -> WorkerState:
@@ -228,6 +228,7 @@ class Workers:
             max_streams=worker.max_streams or 1,
             streams=load.running + load.waiting,
             queued_tokens=load.queued_prefill_tokens,
+            queued_short=load.queued_short_tokens,
             blocks_total=load.blocks_total or worker.pool_blocks,
             blocks_free=load.blocks_free if load.blocks_total else worker.pool_blocks,
             prefill_tok_s=speed.prefill_tok_s,

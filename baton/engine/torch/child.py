@@ -338,6 +338,7 @@ class EngineProcess:
                 running=scheduler.running,
                 waiting=scheduler.waiting,
                 queued_prefill_tokens=scheduler.queued_tokens,
+                queued_short_tokens=scheduler.queued_short_tokens,
                 blocks_total=len(pool),
                 blocks_free=pool.available,
                 blocks_cached=pool.cached,

@@ -21,7 +21,7 @@ import time
 from bisect import insort
 from collections import Counter, abc
 
-from baton.engine.admission import Limits, validate, validate_input
+from baton.engine.admission import SHORT_SHARE, Limits, validate, validate_input
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, SamplingParams, TokenEvent
 from baton.engine.predict import StepCost
 from baton.engine.torch.batch import Logits
@@ -102,6 +102,12 @@ class Scheduler:
     def queued_tokens(self) -> int:
         """Prompt tokens that wait to be computed."""
         return sum(s.remaining for s in (*self._waiting, *self._embedding))
+
+    @property
+    def queued_short_tokens(self) -> int:
+        """Of these, those of prompts that overtake longer ones."""
+        waiting = (s.remaining for s in self._waiting if not s.job.batch)
+        return sum(remaining for remaining in waiting if remaining <= self.limits.short_tokens)
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -312,7 +318,8 @@ class Scheduler:
         blocked = False
         line = [s for s in self._waiting if s.job.batch == batch and not s.job.waits_for_grammar]
         short = self.limits.short_tokens
-        kept = min(short, sum(s.remaining for s in line if s.remaining <= short and self._ready(s, slots)))
+        behind = sum(s.remaining for s in line if s.remaining <= short and self._ready(s, slots))
+        kept = min(budget // SHORT_SHARE, behind)
         for sequence in line:
             most = budget if sequence.remaining <= short else budget - kept
             if most <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
@@ -326,6 +333,12 @@ class Scheduler:
             kept -= min(kept, count) if sequence.remaining <= short else 0
             slots -= sequence.job.phase is Phase.GENERATE
             work.append(Work(sequence, count, self._logits(sequence, count)))
+        for place, item in enumerate(work):  # what the short ones could not take after all
+            more = min(budget, item.sequence.remaining - item.count)
+            if more > 0:
+                budget -= more
+                count = item.count + more
+                work[place] = Work(item.sequence, count, self._logits(item.sequence, count))
         return work
 
     def _ready(self, sequence: Sequence, slots: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from services.router.costs import (
     queue_seconds,
 )
 from services.router.policy import Candidate, Choice, Mode, Refusal, _barred, candidates, choose
+from services.router.reservations import Held
 
 P = Parameters()
 BLOCK_BYTES = 737_280  # 32 tokens of a 135M model in bf16
@@ -164,12 +166,30 @@ def test_a_queue_passes_while_nobody_reports() -> None:
     assert queue_seconds(prefill, ask(now=100.0)) == pytest.approx(1.0)
     assert queue_seconds(prefill, ask(now=100.4)) == pytest.approx(0.6)
     assert queue_seconds(prefill, ask(now=103.0)) == 0.0
-    told = Told(streams=0, queued_tokens=500.0, blocks_free=1000, at=100.0)
-    prefill.promise(told, 0, 50.0, 3, 0.0, 100.8)
+    told = Told(streams=0, queued_tokens=500.0, queued_short=0.0, blocks_free=1000, at=100.0)
+    prefill.promise(told, Held(50.0, 0, 3), 0.0, 100.8)
     assert (prefill.queued_tokens, prefill.as_of) == (pytest.approx(150.0), 100.8)
     assert prefill.longest == 996 * 32
-    prefill.promise(told, 0, 50.0, 0, 0.0, 109.0)
-    assert prefill.queued_tokens == 50.0, "only what was promised since"
+    prefill.promise(told, Held(50.0, 0, 0, short_tokens=50.0), 0.0, 109.0)
+    assert (prefill.queued_tokens, prefill.queued_short) == (50.0, 50.0), "only what was promised since"
+
+
+def test_a_short_prompt_waits_for_the_step_under_way_and_for_other_short_ones() -> None:
+    """Of 256 tokens a step, 64 are for short ones: each 64 of them ahead are a step of 256 at 500 a second."""
+    queue = partial(worker, Role.PREFILL, queued_tokens=5000.0, chunk_tokens=256, short_tokens=64)
+    assert queue_seconds(queue(), ask(64)) == pytest.approx(0.5 * 256 / 500)
+    assert queue_seconds(queue(queued_short=128.0), ask(64)) == pytest.approx(2.5 * 256 / 500)
+    assert queue_seconds(queue(queued_short=5000.0), ask(64)) == pytest.approx(10.0), "never more than all of it"
+    assert queue_seconds(queue(), ask(65)) == pytest.approx(10.0)
+    assert queue_seconds(queue(), ask(1024 + 64, hits={"prefill-0": 1024})) == pytest.approx(0.5 * 256 / 500)
+
+
+def test_short_prompts_do_not_all_queue_where_they_overtake_a_long_one() -> None:
+    busy = worker(Role.PREFILL, queued_tokens=2000.0, chunk_tokens=256, short_tokens=64)
+    others = [worker(Role.DECODE), worker(Role.MERGED, streams=2)]
+    assert mode_of([busy, *others], ask(60)) is Mode.DISAGGREGATED
+    full = replace(busy, queued_tokens=2900.0, queued_short=900.0)
+    assert mode_of([full, *others], ask(60)) is not Mode.DISAGGREGATED
 
 
 def test_the_decode_queue_passes_while_the_prefill_computes() -> None:

@@ -34,6 +34,7 @@ WORKERS = st.lists(
         prefill_share=st.floats(0, 1),
         chunk_tokens=st.just(256),
         short_tokens=st.sampled_from([0, 64, 600]),
+        queued_short=st.sampled_from([0.0, 30.0, 400.0]),
         unusable=st.sampled_from(["", "", "", "DRAINING: x"]),
     ),
     max_size=60,

@@ -78,6 +78,26 @@ def test_no_room_is_kept_for_a_short_prompt_without_a_place() -> None:
     assert planned(kv) == [("a", 1), ("b", 8)]
 
 
+def test_no_room_is_kept_for_a_short_prompt_whose_place_a_long_one_takes() -> None:
+    kv = FakeKv(24, replace(LIMITS, chunk_tokens=8, max_streams=2))
+    start(kv, asked("a", 1, max_tokens=9))
+    assert planned(kv) == [("a", 1)]
+    start(kv, asked("b", 20))
+    start(kv, asked("c", 1))
+    assert planned(kv) == [("a", 1), ("b", 8)]
+
+
+def test_a_long_prompt_of_the_batch_lane_goes_on_while_short_ones_come() -> None:
+    """Where the lane may have less of a step than short prompts may have of a whole one."""
+    kv = FakeKv(64, replace(LIMITS, chunk_tokens=64, max_jobs=64, max_streams=4))
+    for uid in "abcd":
+        kv.scheduler.generate(kv.reserve(replace(asked(uid, 30 if uid == "a" else 12), batch=True)), [], [])
+    long = next(job.primary for job in kv.scheduler._jobs.values() if job.request.uid == "a")
+    kv.scheduler._prompts(12, batch=True)
+    work = kv.scheduler._prompts(12, batch=True)
+    assert (work[0].sequence, work[0].count) == (long, 9)
+
+
 def test_streams_are_bounded_and_the_next_moves_up(kv: FakeKv) -> None:
     for uid in "abcd":
         start(kv, asked(uid, 1, max_tokens=3))
