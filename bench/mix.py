@@ -42,7 +42,19 @@ from bench.balance import Balancer, merged_pair, words
 from bench.load import Answer
 from bench.mix_figures import Turn, compare, figures, turn_of
 from bench.mix_show import plot, show
-from bench.mixes import CHAT_PROMPT, CHAT_TOKENS, DOCUMENT_PROMPT, DOCUMENT_TOKENS, MIXES, Idle, Mix, Prompts, arrivals
+from bench.mixes import (
+    CHAT_PROMPT,
+    CHAT_TOKENS,
+    DOCUMENT_PROMPT,
+    DOCUMENT_TOKENS,
+    FILL,
+    MIXES,
+    PD_CHUNK,
+    Idle,
+    Mix,
+    Prompts,
+    arrivals,
+)
 from bench.run import Run, running
 from bench.sim.cores import Speed
 from bench.sim.mixed import idle as simulated_idle
@@ -58,12 +70,8 @@ RUSH = 32
 """Chats at once before anything is measured: then every worker of ours has had some, and the rates that the router has
 of it are no longer those of a start on which two measured on one core."""
 TURNS, SIMULATED_TURNS = 2, 24
-PD_CHUNK = 256
-"""Of a prefill worker: it freezes no stream, and a larger chunk reads the weights less often."""
 CHATS = 4
 """Beside which the idle time of a token is taken."""
-FILL = 0.25
-"""Of a turn: how long requests come before it is measured."""
 SETTINGS = {"pool_gib": 0.5, "capacity_gib": 0.5}
 """Seven engines and four stores are up at once."""
 

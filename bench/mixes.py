@@ -19,6 +19,10 @@ SHARED = 768
 """Tokens at the start of a document that others have too, in the mix with shared prefixes."""
 PREFIXES = 3
 """How many such prefixes there are."""
+FILL = 0.25
+"""Of a turn: how long requests come before it is measured."""
+PD_CHUNK = 256
+"""Of a prefill worker: it freezes no stream, and a larger chunk reads the weights less often."""
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,6 @@ class Cores:
             self._pass(moment - self.now)
             self.now = moment
             self._deliver()
-            for core in self._cores:
-                for engine in core:
-                    if not engine.left_s:
-                        engine.begin(self.now)
         self._pass(until - self.now)
         self.now = until
 

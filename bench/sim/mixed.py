@@ -16,6 +16,8 @@ from bench.mixes import (
     CHAT_TOKENS,
     DOCUMENT_PROMPT,
     DOCUMENT_TOKENS,
+    FILL,
+    PD_CHUNK,
     PREFIXES,
     Arrival,
     Idle,
@@ -30,13 +32,10 @@ from services.router.rates import PrefillShare, Rates
 
 REPORT_S = 0.1
 MAX_STREAMS = 32
-FILL = 0.25
-"""Of a turn: how long requests come before it is measured."""
 REST = 5.0
 """Of a turn: how long a setup rests after it, while the others are measured."""
 LINK_BYTES_S = 1e9
 BLOCK_TOKENS, BLOCK_BYTES = 32, 737_280
-PD_CHUNK = 256
 
 Send = Callable[[Job, int, int], str]
 """Gives a job of so many prompt tokens to an engine (with its prefix, or -1), and says where it went."""
@@ -88,8 +87,7 @@ class Setup:
     def _spread(self, job: Job, shared: int, prefix: int) -> str:
         """To the one with fewest outstanding; a prefill has its decode worker."""
         takers = [engine for engine in self.engines if engine.role is not DECODE]
-        taker = min(takers, key=lambda engine: (engine.load, random.Random(self._sent).random(), engine.name))
-        self._sent += 1
+        taker = min(takers, key=lambda engine: (engine.load, engine.name))
         job.decode = next((engine for engine in self.engines if engine.role is DECODE), None)
         job.left -= self._hit(taker.name, prefix, shared)
         taker.line.append(job)
