@@ -13,7 +13,8 @@ Two cores each way, each engine pinned to one, and the same arrivals. Chats deco
   size, the two that stream have merged's.
 
 All stay up; measured turns alternate, in an order that turns round each time. The load is set by what pd shows when
-idle, and so is the SLO: twice the idle TTFT of a document, twice the idle time per token. Goodput counts requests a
+idle (chats by the time of a token beside as many as the mix has), and so is the SLO: twice the idle TTFT of a document,
+twice the idle time per token of four chats. Goodput counts requests a
 second within both; a refusal is a miss. ITL is the time between two pieces of text of one answer, at the client, of all
 answers. A turn begins with some seconds that fill the setup and are not measured; its last requests end undisturbed.
 Gaps and requests of all turns of a setup are pooled.
@@ -45,6 +46,7 @@ from bench.mix_show import plot, show
 from bench.mixes import (
     CHAT_PROMPT,
     CHAT_TOKENS,
+    CHATS,
     DOCUMENT_PROMPT,
     DOCUMENT_TOKENS,
     FILL,
@@ -69,9 +71,10 @@ TRIAL_SEED = 98
 RUSH = 32
 """Chats at once before anything is measured: then every worker of ours has had some, and the rates that the router has
 of it are no longer those of a start on which two measured on one core."""
+MOST_CHATS = max(round(mix.chats) for mix in MIXES)
+IDLE_TURNS = 3
+"""Of each number of chats, for the idle figures: one alone may fall into a slow moment of the machine."""
 TURNS, SIMULATED_TURNS = 2, 24
-CHATS = 4
-"""Beside which the idle time of a token is taken."""
 SETTINGS = {"pool_gib": 0.5, "capacity_gib": 0.5}
 """Seven engines and four stores are up at once."""
 
@@ -122,11 +125,16 @@ async def send(
 
 
 async def idle_figures(run: Run) -> Idle:
-    """From lone documents, and from chats that nothing else disturbs."""
+    """From lone documents, and from few and more chats that nothing else disturbs, turn about."""
     lone = await send([run], [words(DOCUMENT_PROMPT) for _ in range(4)], DOCUMENT_TOKENS)
-    chats = await send([run], [words(CHAT_PROMPT) for _ in range(CHATS)], 100, at_once=True)
+    counts = (CHATS, MOST_CHATS)
+    tokens: dict[int, list[float]] = {count: [] for count in counts}
+    for count in counts * IDLE_TURNS:
+        chats = await send([run], [words(CHAT_PROMPT) for _ in range(count)], 100, at_once=True)
+        tokens[count].append(statistics.median(answer.tpot for answer in chats))
+    few, more = (statistics.median(tokens[count]) for count in counts)
     return Idle(
-        statistics.median(answer.ttft for answer in lone[1:]), statistics.median(answer.tpot for answer in chats)
+        statistics.median(answer.ttft for answer in lone[1:]), few, max(0.0, more - few) / (MOST_CHATS - CHATS)
     )
 
 

@@ -15,6 +15,8 @@ CHAT_PROMPT = 24
 CHAT_TOKENS = 96
 DOCUMENT_PROMPT = 1000
 DOCUMENT_TOKENS = 16
+CHATS = 4
+"""Beside which the idle time of a token is taken."""
 SHARED = 768
 """Tokens at the start of a document that others have too, in the mix with shared prefixes."""
 PREFIXES = 3
@@ -48,10 +50,12 @@ SLO = 2.0
 
 @dataclass(frozen=True)
 class Idle:
-    """This machine now, undisturbed: seconds to a document's first token, and for a token with chats beside."""
+    """This machine now, undisturbed: seconds to a document's first token, for a token of `CHATS` chats at once, and what
+    each other chat adds to that."""
 
     document_s: float
     token_s: float
+    stream_s: float
 
     @property
     def slo_ttft_s(self) -> float:
@@ -64,8 +68,9 @@ class Idle:
         return SLO * self.token_s
 
     def chats_s(self, mix: Mix) -> float:
-        """Chats a second: Little's law, with the idle time of an answer."""
-        return mix.chats / (CHAT_TOKENS * self.token_s)
+        """Chats a second: Little's law, with the time of an answer when so many are under way. With that of fewer, more
+        would be under way than the mix says, and slow each other further: eight grew to twenty."""
+        return mix.chats / (CHAT_TOKENS * (self.token_s + self.stream_s * (mix.chats - CHATS)))
 
     def documents_s(self, mix: Mix) -> float:
         """Documents a second."""

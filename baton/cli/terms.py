@@ -16,8 +16,9 @@ TERMS = {
     "stall": "how long streams that run there already stand still or are slowed while it is computed, weighted",
     "batch": "what the other streams there add to the steps of this one, and it to theirs",
     "interference": "what later prompts that are computed there will hold this stream up, and it those of neighbours",
+    "waking": "what the first stream on a resting core costs the streams on other cores of the host",
 }
-"""In seconds of cost each, shown as milliseconds; `batch` and `interference` are for the whole expected answer."""
+"""In seconds of cost each, shown as milliseconds; `batch`, `interference` and `waking` are for the whole expected answer."""
 
 MORE = "services/router/README.md"
 

@@ -2,8 +2,9 @@
 
 An engine works in steps. One step is a token for each of its streams and, beside them, up to a chunk of the prompts in
 its line, as the torch engine's scheduler takes them: oldest first, with room for short ones. Engines that have
-something to do share their core's time evenly, as processes do whose turns are much shorter than a step. Seconds are
-simulated.
+something to do share their core's time evenly, as processes do whose turns are much shorter than a step. Cores that
+compute at the same time slow each other: they share memory, and the processes around the engines, which use a core that
+rests, then need one that does not. Seconds are simulated.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Speed:
     pass_s: float = 0.015
     token_s: float = 0.00178
     handover_s: float = 0.02
+    beside: float = 0.25
+    """By how much longer everything takes while all other cores compute, too (docs/benchmarks.md)."""
 
     def decode(self, streams: int) -> float:
         """A token for each of so many streams."""
@@ -172,17 +175,24 @@ class Cores:
                 if not engine.left_s and (engine.line or engine.streams):
                     engine.begin(self.now)
         moments = [moment for moment, _ in list(self._moving)[:1]]
+        slower = self._slower()
         for core in self._cores:
             busy = [engine.left_s for engine in core if engine.left_s]
-            moments += [self.now + min(busy) * len(busy)] if busy else []
+            moments += [self.now + min(busy) * len(busy) * slower] if busy else []
         soonest = min(moments, default=until)
         return soonest if soonest < until else None
 
+    def _slower(self) -> float:
+        """How much longer than alone each busy core takes now: by `beside` when all are, in equal parts."""
+        busy = sum(any(engine.left_s for engine in core) for core in self._cores)
+        return 1.0 + self._speed.beside * (busy - 1) / (len(self._cores) - 1) if busy > 1 else 1.0
+
     def _pass(self, seconds: float) -> None:
+        slower = self._slower()
         for core in self._cores:
             busy = [engine for engine in core if engine.left_s]
             for engine in busy:
-                engine.left_s -= seconds / len(busy)
+                engine.left_s -= seconds / (len(busy) * slower)
                 if engine.left_s > 1e-9:
                     continue
                 engine.left_s = 0.0

@@ -14,6 +14,7 @@ from bench.mix_figures import Turn, turn_of
 from bench.mixes import (
     CHAT_PROMPT,
     CHAT_TOKENS,
+    CHATS,
     DOCUMENT_PROMPT,
     DOCUMENT_TOKENS,
     FILL,
@@ -42,10 +43,10 @@ Send = Callable[[Job, int, int], str]
 
 
 def idle(speed: Speed) -> Idle:
-    """What lone documents take, and a token of four streams."""
+    """What lone documents take, a token of some streams, and what each other adds."""
     chunks, rest = divmod(DOCUMENT_PROMPT, PD_CHUNK)
     document_s = chunks * speed.prefill(PD_CHUNK) + speed.prefill(rest) + speed.handover_s
-    return Idle(document_s, speed.decode(4))
+    return Idle(document_s, speed.decode(CHATS), speed.stream_s)
 
 
 class Setup:
@@ -64,7 +65,7 @@ class Setup:
         self._held = {engine.name: set(range(PREFIXES)) for engine in self.engines}
         self.send: Send = self._route if name == "ours" else self._spread
         self._parameters = parameters
-        self._device = {engine.name: str(core) for core, of in enumerate(cores) for engine in of}
+        self._device = {engine.name: f"sim/cpu:{core}" for core, of in enumerate(cores) for engine in of}
         self._rates, self._shares, self._reported = Rates(), PrefillShare(), 0.0
         for engine in self.engines:
             self._rates.register(engine.name, 1 / speed.token_s, speed.lone_s, LINK_BYTES_S, MAX_STREAMS)

@@ -111,7 +111,7 @@ class Columns:
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:
     """A row, in the order of the columns: stall, token_s, later, free, per_output, most, beside, pass_s, share.
 
-    `free` is when its queue is done; `per_output` is what one output token waits for the batch and the queue, and on a
+    `free` is when its queue is done; `per_output` is what one output token costs by the batch, the queue and other cores, and on a
     decode worker for later prompts; `share` what it waits for those on a merged one, as far as measured, and `later`
     what it is assumed to, for each token to compute."""
     free = state.as_of - since + state.queued_tokens / state.prefill_tok_s
@@ -121,7 +121,7 @@ def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[
         return stall, token_s, 0.0, free, 0.0, 0.0, state.beside_queue_s, state.step_s, 0.0
     longer = state.stream_s * (state.streams + state.beside_streams)
     most = state.step_s + longer
-    per_output = 2.0 * longer + 3.0 * state.beside_share * most
+    per_output = 2.0 * longer + 3.0 * state.beside_share * most + state.waking_s
     excess = state.streams + 1 - state.max_streams
     if excess > 0:
         per_output += excess * (state.step_s + state.stream_s * (state.max_streams - 1)) / state.max_streams

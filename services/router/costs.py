@@ -60,8 +60,9 @@ class WorkerState:
     `queued_tokens` are prompt tokens ahead of a new one; `prefill_share` is the share of recent time it spent computing
     prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
     of equal `device`, when it is not empty, compute on the same; `beside_streams`, `beside_queue_s` and `beside_share`
-    are streams, queued prompts and `prefill_share` of the others there (devices.py). `step_s` is what a decode step of
-    one stream takes, `stream_s` what each other stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in
+    are streams, queued prompts and `prefill_share` of the others there (devices.py). `waking_s` is what each token of a
+    stream put here costs those on other cores of its host, when it is the first on its own. `step_s` is what a
+    decode step of one stream takes, `stream_s` what each other stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in
     seconds on the clock of `Ask.now`; since then the worker computes them. `lacks` is what it cannot do of what a
     request may need. A step computes `chunk_tokens` of prompts; those with no more than `short_tokens` to compute wait
     for one step and not for longer ones. `queued_short` are
@@ -89,6 +90,7 @@ class WorkerState:
     beside_streams: int = 0
     beside_queue_s: float = 0.0
     beside_share: float = 0.0
+    waking_s: float = 0.0
     as_of: float = 0.0
     lacks: frozenset[str] = frozenset()
     chunk_tokens: int = 0
@@ -239,6 +241,7 @@ class Terms(NamedTuple):
     stall: float
     batch: float
     interference: float
+    waking: float
 
     @property
     def total(self) -> float:
@@ -269,6 +272,7 @@ def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load |
         freeze_s * ((worker.streams + parameters.assumed_streams) * parameters.stall_weight + worker.beside_streams),
         2.0 * longer,
         (ask.output_tokens * worker.step_s + longer) * interfering(worker, parameters.assumed_arrivals_s * freeze_s),
+        ask.output_tokens * worker.waking_s,
     )
 
 
@@ -306,6 +310,7 @@ def pair_cost(
         uncached / prefill.prefill_tok_s * prefill.beside_streams,
         2.0 * longer,
         (ask.output_tokens * decode.step_s + longer) * interfering(decode),
+        ask.output_tokens * decode.waking_s,
     )
 
 
@@ -321,4 +326,5 @@ def decode_side(decode: WorkerState, ask: Ask) -> float:
     """What a pair's cost takes from its decode worker, whatever the prefill; transfer aside."""
     longer = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
     decoding = ask.output_tokens * decode.step_s + longer
-    return queue_seconds(decode, ask) + 2.0 * longer + decoding * interfering(decode)
+    waking = ask.output_tokens * decode.waking_s
+    return queue_seconds(decode, ask) + 2.0 * longer + decoding * interfering(decode) + waking

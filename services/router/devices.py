@@ -2,13 +2,17 @@
 
 A worker that computes on what nobody else does is left as it is. Of one with neighbours: its prompts slow their streams
 (and freeze its own), their queued prompts share its time, and while they compute prompts these and its streams slow
-each other. Which term each comes into: README.md.
+each other.
+
+Cores of one host share its memory, and a core that rests runs what is around the engines: workers, frontends, clients.
+A core that streams slows the others therefore, and hardly more with six streams than with one: it is the first stream
+there that costs theirs something. Which term each comes into: README.md.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.router.costs import PREFILL, WorkerState
@@ -16,17 +20,46 @@ from services.router.costs import PREFILL, WorkerState
 ASSUMED_SHARE = 0.5
 """Of its time a prefill worker is taken to compute prompts, at least: it is there because they come, and a stream that
 is put beside it after a rest, when none did lately, stays when they do."""
+WAKING = 0.25
+"""By how much longer a step takes when all cores of a host stream than when one does (README.md: measured on two). Of
+more than two, each is taken to add the same."""
+
+
+def neighbourhood(device: str) -> str:
+    """A core's is its host, any other device is one of its own. Workers of different neighbourhoods do not slow each
+    other."""
+    host, _, name = device.rpartition("/")
+    return f"{host}/cpu" if name.startswith("cpu:") else device
 
 
 def with_neighbours(states: Sequence[WorkerState]) -> Sequence[WorkerState]:
-    """The same workers, those that share a device with others of them told of these."""
+    """The same workers, those with neighbours told of these."""
     if not any(state.device for state in states):
         return states
     groups: defaultdict[str, list[WorkerState]] = defaultdict(list)
     for state in states:
         if state.device:
             groups[state.device].append(state)
-    return [_told(state, groups[state.device]) if state.device else state for state in states]
+    told = [_told(state, groups[state.device]) if state.device else state for state in states]
+    around: defaultdict[str, list[str]] = defaultdict(list)
+    for device in groups:
+        around[neighbourhood(device)].append(device)
+    if all(len(devices) == 1 for devices in around.values()):
+        return told
+    waking_s = {device: _waking_s(device, around[neighbourhood(device)], groups) for device in groups}
+    return [
+        replace(state, waking_s=waking) if (waking := waking_s.get(state.device, 0.0)) else state for state in told
+    ]
+
+
+def _waking_s(device: str, around: Sequence[str], groups: Mapping[str, Sequence[WorkerState]]) -> float:
+    """What the first stream on `device` costs those on the others `around` it, for each token of its own; 0 when it is
+    not the first. One step there goes with each token here: steps are about as long."""
+    if len(around) == 1 or any(state.streams for state in groups[device]):
+        return 0.0
+    others = [state for other in around if other != device for state in groups[other]]
+    step_s = sum(state.streams * (state.step_s + state.stream_s * (state.streams - 1)) for state in others)
+    return WAKING / (len(around) - 1) * step_s if step_s > 0.0 else 0.0
 
 
 def _told(state: WorkerState, group: Sequence[WorkerState]) -> WorkerState:

@@ -17,7 +17,7 @@ import numpy as np
 
 from services.router.columns import FRESH_S, Columns, Floats
 from services.router.costs import DECODE, PREFILL, Ask, Parameters, Role, WorkerState, no_loads
-from services.router.devices import with_neighbours
+from services.router.devices import neighbourhood, with_neighbours
 from services.router.stored import LoadTime, Reader, loads
 
 SPARE = 8
@@ -81,7 +81,7 @@ class _Group:
 
 
 class Fleet:
-    """The workers of one model, as last put here, those that share a device told of each other (devices.py)."""
+    """The workers of one model, as last put here, neighbours told of each other (devices.py)."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
@@ -89,8 +89,8 @@ class Fleet:
         self._large: list[_Group] = []  # those of more than `whole` workers
         self._sizes: set[int] = set()
         self._places: dict[str, tuple[_Group, int]] = {}  # where in its group a worker is
-        self._device_of: dict[str, str] = {}
-        self._on_device: dict[str, dict[str, WorkerState]] = {}  # as put, not told of each other
+        self._neighbourhood_of: dict[str, str] = {}
+        self._neighbours: dict[str, dict[str, WorkerState]] = {}  # by that, as put, not told of each other
         self._columns = Columns(0, parameters)
         self._noise: Floats = np.zeros(0, np.float32)
 
@@ -99,26 +99,26 @@ class Fleet:
 
     def put(self, state: WorkerState) -> None:
         """A worker is new, or something of it has changed (its kind only in another object)."""
-        if state.device or state.id in self._device_of:
-            self._move(state.id, state.device, state)
+        if state.device or state.id in self._neighbourhood_of:
+            self._move(state.id, neighbourhood(state.device), state)
             return
         self._write(state)
 
-    def _move(self, id: str, device: str, state: WorkerState | None) -> None:
-        """A worker that shares, or shared, a device: its neighbours there are told as well."""
-        before = self._device_of.pop(id, "")
+    def _move(self, id: str, place: str, state: WorkerState | None) -> None:
+        """A worker that has, or had, neighbours: they are told as well."""
+        before = self._neighbourhood_of.pop(id, "")
         if before:
-            del self._on_device[before][id]
-        if state is not None and device:
-            self._device_of[id] = device
-            self._on_device.setdefault(device, {})[id] = state
+            del self._neighbours[before][id]
+        if state is not None and place:
+            self._neighbourhood_of[id] = place
+            self._neighbours.setdefault(place, {})[id] = state
         elif state is not None:
             self._write(state)
-        for touched in {before, device} - {""}:
-            for told in with_neighbours(list(self._on_device[touched].values())):
+        for touched in {before, place} - {""}:
+            for told in with_neighbours(list(self._neighbours[touched].values())):
                 self._write(told)
-            if not self._on_device[touched]:
-                del self._on_device[touched]
+            if not self._neighbours[touched]:
+                del self._neighbours[touched]
 
     def _write(self, state: WorkerState) -> None:
         group, row = self._places.get(state.id) or self._add(state)
@@ -133,7 +133,7 @@ class Fleet:
 
     def remove(self, id: str) -> None:
         """The worker is gone. Unknown ones are ignored."""
-        if id in self._device_of:
+        if id in self._neighbourhood_of:
             self._move(id, "", None)
         self._leave(id)
 

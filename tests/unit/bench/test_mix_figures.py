@@ -15,7 +15,7 @@ from bench.mix_figures import Turn, compare, figures, good, turn_of
 from bench.mix_show import SETUPS, plot, show
 from bench.mixes import MIXES, Idle
 
-IDLE = Idle(document_s=1.0, token_s=0.025)  # SLO: 2 s, 50 ms
+IDLE = Idle(document_s=1.0, token_s=0.025, stream_s=0.0)  # SLO: 2 s, 50 ms
 
 
 def answer(sent: float, *times: float, error: str = "", route: str = "") -> Answer:

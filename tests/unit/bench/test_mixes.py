@@ -19,7 +19,7 @@ from bench.mixes import (
     arrivals,
 )
 
-IDLE = Idle(document_s=1.0, token_s=0.025)
+IDLE = Idle(document_s=1.0, token_s=0.025, stream_s=0.0)
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
@@ -32,6 +32,14 @@ def test_arrivals_are_those_of_the_seed_and_as_many_as_expected(mix: Mix) -> Non
     documents = sum(a.document for a in found)
     assert documents == round(40.0 * IDLE.documents_s(mix))
     assert len(found) - documents == round(40.0 * mix.chats / (CHAT_TOKENS * 0.025))
+
+
+def test_as_many_chats_are_under_way_as_the_mix_says() -> None:
+    """Little's law, with the time that a token takes beside as many: eight take 45 ms, four 25."""
+    idle = replace(IDLE, stream_s=0.005)
+    assert idle.chats_s(MIXES[0]) * CHAT_TOKENS * 0.045 == pytest.approx(8.0)
+    assert idle.chats_s(MIXES[1]) * CHAT_TOKENS * 0.025 == pytest.approx(4.0)
+    assert idle.slo_tpot_s == IDLE.slo_tpot_s
 
 
 def test_two_mixes_do_not_share_their_arrivals() -> None:

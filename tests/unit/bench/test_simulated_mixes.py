@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.load import Answer
@@ -9,6 +11,7 @@ from bench.mix_figures import compare, figures
 from bench.mixes import MIXES, Mix
 from bench.sim.cores import Cores, Engine, Job, Speed
 from bench.sim.mixed import simulate
+from services.router import devices
 from services.router.costs import DECODE, MERGED, PREFILL, Parameters
 
 SPEED = Speed(lone_s=0.02, stream_s=0.01, pass_s=0.1, token_s=0.001, handover_s=0.5)
@@ -54,6 +57,18 @@ def test_two_on_a_core_take_twice_as_long_and_a_pair_hands_over() -> None:
     assert handed.times == pytest.approx([0.4 + 0.5, 0.9 + 0.02])
 
 
+def test_cores_that_compute_at_the_same_time_slow_each_other() -> None:
+    speed = replace(SPEED, beside=0.5)
+    prefill, decode = Engine("p", PREFILL, 100, speed), Engine("d", DECODE, 100, speed)
+    cores = Cores([[prefill], [decode]], speed)
+    short, long = Answer(), Answer()
+    prefill.line.append(Job(short, 100, 1))
+    decode.line.append(Job(long, 150, 1))
+    cores.advance(10.0)
+    assert short.times == pytest.approx([0.2 * 1.5]), "both compute"
+    assert long.times == pytest.approx([0.2 * 1.5 + 0.15]), "then it is alone"
+
+
 def test_short_prompts_overtake_long_ones() -> None:
     engine = Engine("m", MERGED, 100, SPEED)
     cores = Cores([[engine]], SPEED)
@@ -70,6 +85,14 @@ def test_ours_is_never_far_below_the_better_of_parted_and_merged(mix: Mix) -> No
     over = compare(of)["ours_over_best"]
     assert over["itl_p99"] <= 1.05
     assert over["goodput"] >= 0.95
+
+
+def test_where_a_resting_core_is_woken_for_nothing_streams_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "WAKING", 0.0)
+    turns = simulate(MIXES[0], TURNS, SECONDS, CHUNK, Parameters())
+    over = compare({name: figures(of) for name, of in turns.items()})["ours_over_best"]
+    assert over["itl_p99"] > 1.05
+    assert over["goodput"] < 0.95
 
 
 def test_where_frozen_streams_count_for_nothing_their_pauses_are_longer() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.costs import Parameters, Role, WorkerState, own_cost, pair_cost, shared_seconds
-from services.router.devices import ASSUMED_SHARE, with_neighbours
+from services.router.devices import ASSUMED_SHARE, WAKING, with_neighbours
 from services.router.policy import Choice, Mode, candidates, choose
 from tests.unit.router.test_policy import ask, rate, worker
 
@@ -105,6 +105,42 @@ def test_a_short_prompt_does_not_go_beside_a_busy_prefill() -> None:
 
 def test_a_long_prompt_waits_rather_than_share_the_core_it_waits_for() -> None:
     assert mode_of(two_cores(queued=500.0, decode_streams=3), 1000) is Mode.DISAGGREGATED
+
+
+def test_the_first_stream_of_a_core_costs_those_on_other_cores_of_its_host() -> None:
+    prefill, decode, merged = two_cores(decode_streams=3)
+    step_s = 0.035 * (1 + 2 / 64)
+    assert prefill.waking_s == merged.waking_s == pytest.approx(WAKING * 3 * step_s)
+    assert decode.waking_s == 0.0, "it streams already"
+    assert own_cost(merged, ask(), P).waking == pytest.approx(ask().output_tokens * WAKING * 3 * step_s)
+    assert pair_cost(prefill, decode, ask(), rate, P).waking == 0.0
+    resting = two_cores(merged_streams=2)[1]
+    assert pair_cost(prefill, resting, ask(), rate, P).waking > 0.0
+
+
+def test_a_core_that_streams_is_as_slow_for_others_with_one_stream_as_with_more() -> None:
+    assert [state.waking_s for state in two_cores(decode_streams=3, merged_streams=1)] == [0.0, 0.0, 0.0]
+    assert [state.waking_s for state in two_cores()] == [0.0, 0.0, 0.0]
+
+
+def test_of_more_cores_each_adds_its_part() -> None:
+    cores = [worker(Role.DECODE, n, device=f"host/cpu:{n}", streams=2 * (n == 0)) for n in range(5)]
+    two = with_neighbours(cores[:2])[1].waking_s
+    assert [state.waking_s for state in with_neighbours(cores)] == pytest.approx([0.0, *[two / 4] * 4])
+
+
+def test_gpus_and_other_hosts_do_not_slow_each_other() -> None:
+    for devices in (("h/cuda:0", "h/cuda:1"), ("a/cpu:0", "b/cpu:1"), ("h/cpu:0", "h/cuda:0")):
+        states = [worker(Role.DECODE, n, device=device, streams=3 * n) for n, device in enumerate(devices)]
+        assert with_neighbours(states) == states
+
+
+def test_streams_gather_on_one_core_while_another_rests_and_spread_once_it_does_not() -> None:
+    """An answer of 128 tokens; a stream on the resting core would slow all that are on the other by a quarter."""
+    assert mode_of(two_cores(decode_streams=8), 24) is Mode.DISAGGREGATED
+    assert mode_of([replace(state, waking_s=0.0) for state in two_cores(decode_streams=60)], 24) is Mode.MERGED
+    assert mode_of(two_cores(decode_streams=60), 24) is Mode.DISAGGREGATED
+    assert mode_of(two_cores(decode_streams=60, merged_streams=1), 24) is Mode.MERGED
 
 
 @given(

@@ -30,7 +30,7 @@ WORKERS = st.lists(
         prefill_tok_s=st.floats(10, 1e5),
         step_s=st.floats(1e-4, 0.2),
         stream_s=st.floats(0, 0.02),
-        device=st.sampled_from(["", "", "", "core", "other"]),
+        device=st.sampled_from(["", "", "", "gpu", "h/cpu:0", "h/cpu:1", "h/cpu:2", "other/cpu:0"]),
         prefill_share=st.floats(0, 1),
         chunk_tokens=st.just(256),
         short_tokens=st.sampled_from([0, 64, 600]),
@@ -187,8 +187,20 @@ def test_neighbours_count_whether_they_are_listed_or_not() -> None:
     assert fleet.get("prefill-4").beside_streams == 0
     for state in fleet.all():
         fleet.remove(state.id)
-    assert not fleet._on_device
-    assert not fleet._device_of
+    assert not fleet._neighbours
+    assert not fleet._neighbourhood_of
+
+
+def test_a_core_that_begins_to_stream_is_told_to_those_of_its_host() -> None:
+    decode, merged = worker(Role.DECODE, device="h/cpu:1"), worker(Role.MERGED, device="h/cpu:0")
+    fleet = fleet_of([decode, merged])
+    assert fleet.get(merged.id).waking_s == 0.0
+    fleet.put(replace(decode, streams=2))
+    assert fleet.get(merged.id).waking_s > 0.0
+    fleet.put(replace(merged, streams=1))
+    assert fleet.get(merged.id).waking_s == 0.0
+    fleet.remove(decode.id)
+    assert fleet._neighbours.keys() == {"h/cpu"}
 
 
 def test_columns_stay_exact_however_long_a_router_runs() -> None:
