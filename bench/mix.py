@@ -133,9 +133,7 @@ async def idle_figures(run: Run) -> Idle:
         chats = await send([run], [words(CHAT_PROMPT) for _ in range(count)], 100, at_once=True)
         tokens[count].append(statistics.median(answer.tpot for answer in chats))
     few, more = (statistics.median(tokens[count]) for count in counts)
-    return Idle(
-        statistics.median(answer.ttft for answer in lone[1:]), few, max(0.0, more - few) / (MOST_CHATS - CHATS)
-    )
+    return Idle(statistics.median(answer.ttft for answer in lone[1:]), few, max(0.0, more - few) / (MOST_CHATS - CHATS))
 
 
 def try_chunks(

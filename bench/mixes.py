@@ -50,8 +50,8 @@ SLO = 2.0
 
 @dataclass(frozen=True)
 class Idle:
-    """This machine now, undisturbed: seconds to a document's first token, for a token of `CHATS` chats at once, and what
-    each other chat adds to that."""
+    """This machine now, undisturbed: seconds to a document's first token, for a token of `CHATS` chats at once, and
+    what each other chat adds to that."""
 
     document_s: float
     token_s: float

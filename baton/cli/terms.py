@@ -18,7 +18,7 @@ TERMS = {
     "interference": "what later prompts that are computed there will hold this stream up, and it those of neighbours",
     "waking": "what the first stream on a resting core costs the streams on other cores of the host",
 }
-"""In seconds of cost each, shown as milliseconds; `batch`, `interference` and `waking` are for the whole expected answer."""
+"""In seconds of cost each, shown as milliseconds; `batch` and what follows it are for the whole expected answer."""
 
 MORE = "services/router/README.md"
 

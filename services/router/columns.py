@@ -111,9 +111,9 @@ class Columns:
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:
     """A row, in the order of the columns: stall, token_s, later, free, per_output, most, beside, pass_s, share.
 
-    `free` is when its queue is done; `per_output` is what one output token costs by the batch, the queue and other cores, and on a
-    decode worker for later prompts; `share` what it waits for those on a merged one, as far as measured, and `later`
-    what it is assumed to, for each token to compute."""
+    `free` is when its queue is done; `per_output` is what one output token costs by the batch, the queue and
+    other cores, and on a decode worker for later prompts; `share` what it waits for those on a merged one, as far as
+    measured, and `later` what it is assumed to, for each token to compute."""
     free = state.as_of - since + state.queued_tokens / state.prefill_tok_s
     if state.role is PREFILL:
         token_s = 1.0 / state.prefill_tok_s

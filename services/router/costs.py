@@ -61,13 +61,12 @@ class WorkerState:
     prompts, 0 to 1. `unusable` is empty, or the reason (a name, a colon, words) why it may not be taken at all. Workers
     of equal `device`, when it is not empty, compute on the same; `beside_streams`, `beside_queue_s` and `beside_share`
     are streams, queued prompts and `prefill_share` of the others there (devices.py). `waking_s` is what each token of a
-    stream put here costs those on other cores of its host, when it is the first on its own. `step_s` is what a
-    decode step of one stream takes, `stream_s` what each other stream adds to it (steps.py). `queued_tokens` were so at `as_of`, in
-    seconds on the clock of `Ask.now`; since then the worker computes them. `lacks` is what it cannot do of what a
-    request may need. A step computes `chunk_tokens` of prompts; those with no more than `short_tokens` to compute wait
-    for one step and not for longer ones. `queued_short` are
-    the queued tokens of such. `longest` is worked out of the others: the longest prompt that it takes, in
-    tokens; -1 when it takes none.
+    stream put here costs those on other cores of its host, when it is the first on its own. `step_s` is what a decode
+    step of one stream takes, `stream_s` what each other stream adds to it (steps.py). `queued_tokens` were so at
+    `as_of`, in seconds on the clock of `Ask.now`; since then the worker computes them. `lacks` is what it cannot do of
+    what a request may need. A step computes `chunk_tokens` of prompts; those with no more than `short_tokens` to
+    compute wait for one step and not for longer ones. `queued_short` are the queued tokens of such. `longest` is worked
+    out of the others: the longest prompt that it takes, in tokens; -1 when it takes none.
     """
 
     id: str

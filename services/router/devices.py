@@ -47,9 +47,7 @@ def with_neighbours(states: Sequence[WorkerState]) -> Sequence[WorkerState]:
     if all(len(devices) == 1 for devices in around.values()):
         return told
     waking_s = {device: _waking_s(device, around[neighbourhood(device)], groups) for device in groups}
-    return [
-        replace(state, waking_s=waking) if (waking := waking_s.get(state.device, 0.0)) else state for state in told
-    ]
+    return [replace(state, waking_s=waking) if (waking := waking_s.get(state.device, 0.0)) else state for state in told]
 
 
 def _waking_s(device: str, around: Sequence[str], groups: Mapping[str, Sequence[WorkerState]]) -> float:

@@ -98,7 +98,7 @@ def test_a_short_prompt_does_not_go_beside_a_busy_prefill() -> None:
     assert mode_of(two_cores(), 24) is Mode.DISAGGREGATED
     assert mode_of(two_cores(queued=1000.0), 24) is Mode.LOCAL
     assert mode_of(two_cores(queued=1000.0, decode_streams=4), 24) is Mode.LOCAL
-    assert mode_of(two_cores(queued=1000.0, decode_streams=60), 24) is Mode.MERGED
+    assert mode_of(two_cores(queued=1000.0, decode_streams=60, merged_streams=1), 24) is Mode.MERGED
     busy = [replace(state, prefill_share=0.5) if state.role is Role.PREFILL else state for state in two_cores(1000.0)]
     assert mode_of(with_neighbours([*busy[:1], replace(busy[1], streams=4), busy[2]]), 24) is Mode.LOCAL
 
