@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import openai
@@ -156,12 +157,16 @@ def errors(server: Server, client: OpenAI) -> None:
     ):
         with check(f"{what}: {kind.__name__}"):
             asked: Any = {"model": server.model, "messages": ASKED, "max_tokens": TOKENS, **wrong}
-            try:
-                client.chat.completions.create(**asked)
-            except kind as error:
-                assert error.code == code
-                continue
-            raise AssertionError(f"no {kind.__name__}")
+            assert refusal(kind, lambda asked=asked: client.chat.completions.create(**asked)) == code
+
+
+def refusal(kind: type[openai.APIStatusError], ask: Callable[[], object]) -> str | None:
+    """The code with which it is refused."""
+    try:
+        ask()
+    except kind as error:
+        return error.code
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def main(server: Server) -> None:

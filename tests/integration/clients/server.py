@@ -19,8 +19,8 @@ WAIT_S = 60.0
 class Server:
     """`url` is without `/v1`. `exact`: one greedy request has one text, however often and beside whatever it is asked.
 
-    In float32 it has. In bfloat16 sums differ by what is computed together, and where two tokens are about equally likely
-    texts part: there only what is true of every right answer can be checked.
+    In float32 it has. In bfloat16 sums differ by what is computed together, and where two tokens are about equally
+    likely texts part: there only what is true of every right answer can be checked.
     """
 
     url: str
