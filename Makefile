@@ -101,8 +101,8 @@ test-unit: venv
 test-registry: venv
 	@$(BIN)/pytest tests/integration/test_registry.py
 
-test-clients: venv clients-env aiperf-env ## every client that we know against a running Baton, aiperf too
-	@$(BIN)/pytest tests/integration/clients -q
+test-clients: venv clients-env aiperf-env ## every client that we know, aiperf too, against a Baton of its own, or URL=http://127.0.0.1:8000
+	@BATON_TEST_URL=$(URL) $(BIN)/pytest tests/integration/clients -q -rP
 
 api-cases: venv deps ## 5,000 requests drawn from our OpenAPI description (CASES=5000)
 	@BATON_API_CASES=$(or $(CASES),5000) $(BIN)/pytest tests/integration/test_openapi.py -q -s

@@ -1,4 +1,4 @@
-"""One Baton for all clients, and a way to run the program of each against it."""
+"""One Baton for all clients, its own or one that runs already, and a way to run the program of each against it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.integration.stack import HANG_S, SERVED, Stack
@@ -20,6 +22,16 @@ JS = ENVIRONMENT / "js"
 Run = Callable[..., str]
 
 
+@dataclass(frozen=True)
+class Baton:
+    """One that runs. `url` is without `/v1`; `exact` as in server.py; `settle` checks that nothing is held any more."""
+
+    url: str
+    model: str
+    exact: bool
+    settle: Callable[[], object]
+
+
 @pytest.fixture(scope="package")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model: its text is noise, its calls and JSON are right by their grammars."""
@@ -27,33 +39,39 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def stack(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Stack]:
-    """One of each worker, no store."""
-    run = Stack(tmp_path_factory.mktemp("clients"), tiny, kvstore=False, pool_gib=0.1).start()
-    yield run
+def baton(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Baton]:
+    """The one at `BATON_TEST_URL`; without it one of each worker with the tiny model in float32, and no store."""
+    if url := os.environ.get("BATON_TEST_URL", "").rstrip("/").removesuffix("/v1"):
+        models = httpx.get(f"{url}/v1/models", timeout=HANG_S, trust_env=False).raise_for_status().json()["data"]
+        yield Baton(url, models[0]["id"], exact=False, settle=lambda: None)
+        return
+    directory = tmp_path_factory.mktemp("clients")
+    run = Stack(directory, tiny, kvstore=False, pool_gib=0.1, http={"batch_dir": directory / "batches"}).start()
+    yield Baton(run.url(), SERVED, exact=True, settle=run.settle)
     run.teardown()
 
 
 @pytest.fixture
-def run(stack: Stack) -> Iterator[Run]:
-    """`run(command...)` runs a program with the address and the model's name, to its good end; what it said."""
+def run(baton: Baton) -> Iterator[Run]:
+    """`run(command...)` runs a program with what it has to know of the server, to its good end; what it said."""
 
     def one(*command: str | Path, **environment: str) -> str:
         # Neither proxies nor the clients' own homes are to be asked.
-        quiet = {"NO_PROXY": "127.0.0.1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
+        quiet = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
         done = subprocess.run(
-            [*command, stack.url(), SERVED],
+            [*command, baton.url, baton.model, *(["--exact"] if baton.exact else [])],
             env={**os.environ, **quiet, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=2 * HANG_S,
         )
+        print(done.stdout)
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return done.stdout
 
     yield one
-    stack.settle()
+    baton.settle()
 
 
 def python_of(environment: Path, target: str) -> Path:
@@ -69,7 +87,7 @@ def python_of(environment: Path, target: str) -> Path:
 
 @pytest.fixture(scope="package")
 def python() -> Path:
-    """Where the Python clients are installed."""
+    """Where LangChain and LiteLLM are installed."""
     return python_of(ENVIRONMENT, "clients-env")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,8 +11,10 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
+from server import Server, check
 
 ASKED = [SystemMessage("Be brief."), HumanMessage("What is a lighthouse?")]
+TOKENS = 16
 
 
 @tool
@@ -30,55 +31,95 @@ class Report(BaseModel):
     days: int = Field(ge=1, le=9)
 
 
-def texts(model: Any) -> None:
-    """In one piece, streamed and in a batch it is the same text, and it is counted."""
-    whole = model.invoke(ASKED)
-    assert isinstance(whole, AIMessage)
-    assert whole.response_metadata["finish_reason"] in ("stop", "length")
-    assert whole.usage_metadata is not None
-    assert whole.usage_metadata["output_tokens"] == 16
-    streamed = list(model.stream(ASKED))
-    assert "".join(piece.text for piece in streamed) == whole.text
-    told = sum((piece.usage_metadata or {}).get("output_tokens", 0) for piece in streamed)
-    assert told == 16
-    assert [one.text for one in model.batch([ASKED, ASKED, ASKED])] == [whole.text] * 3
-    assert asyncio.run(model.ainvoke(ASKED)).text == whole.text
-    scored = model.bind(logprobs=True, top_logprobs=2).invoke(ASKED)
-    assert len(scored.response_metadata["logprobs"]["content"]) == 16
+def texts(server: Server, model: Any) -> None:
+    """However it is asked for, a text has the tokens that it was to have, and they are counted."""
+    with check("a text in one piece"):
+        whole = model.invoke(ASKED)
+        assert isinstance(whole, AIMessage)
+        is_complete(whole)
+    with check("a text streamed"):
+        chunks = list(model.stream(ASKED))
+        assert server.same(whole.text, "".join(chunk.text for chunk in chunks))
+        is_complete(added(chunks))
+    with check("a batch of three"):
+        batch = model.batch([ASKED, ASKED, ASKED])
+        assert server.same(whole.text, *(one.text for one in batch))
+        assert len(batch) == 3
+        for one in batch:
+            is_complete(one)
+    with check("a text asynchronously"):
+        awaited = asyncio.run(model.ainvoke(ASKED))
+        assert server.same(whole.text, awaited.text)
+        is_complete(awaited)
+    with check("log probabilities of each token"):
+        scored = model.bind(logprobs=True, top_logprobs=2).invoke(ASKED).response_metadata["logprobs"]["content"]
+        assert len(scored) == TOKENS
+        assert all(len(token["top_logprobs"]) == 2 for token in scored)
 
 
-def tools(model: Any) -> None:
+def is_complete(message: Any) -> None:
+    """It ran to the end of its budget, and says so."""
+    assert message.response_metadata["finish_reason"] == "length"
+    assert message.usage_metadata["output_tokens"] == TOKENS
+
+
+def added(chunks: list[Any]) -> Any:
+    """The message that a stream makes, by LangChain's own addition."""
+    message = chunks[0]
+    for chunk in chunks[1:]:
+        message += chunk
+    return message
+
+
+def tools(server: Server, model: Any) -> None:
     """A call, in one piece and streamed, runs the tool; its answer goes back."""
     bound = model.bind_tools([weather], tool_choice="weather")
-    whole = bound.invoke(ASKED)
-    (call,) = whole.tool_calls
+    with check("a named tool is called, and runs"):
+        whole = bound.invoke(ASKED)
+        result = ran(whole)
+    with check("the same, streamed"):
+        streamed = added(list(bound.stream(ASKED)))
+        ran(streamed)
+        assert server.same(whole.tool_calls[0]["args"], streamed.tool_calls[0]["args"])
+    with check("the tool's result goes back"):
+        short = model.bind(max_tokens=TOKENS)
+        plain, answer = short.invoke(ASKED), short.invoke([*ASKED, whole, result])
+        assert answer.response_metadata["finish_reason"] in ("stop", "length")
+        assert answer.usage_metadata["input_tokens"] > plain.usage_metadata["input_tokens"]
+    with check("some tool is called because it must be"):
+        one = {"tool_choice": "required", "parallel_tool_calls": False}
+        ran(model.bind_tools([weather], **one).invoke(ASKED))
+
+
+def ran(message: Any) -> ToolMessage:
+    """The result of the one call in it."""
+    (call,) = message.tool_calls
     assert call["name"] == "weather"
     result = weather.invoke(call)
     assert isinstance(result, ToolMessage)
     assert "days of sun in" in result.text
-    chunks = list(bound.stream(ASKED))
-    streamed = chunks[0]
-    for chunk in chunks[1:]:
-        streamed += chunk
-    assert [(c["name"], c["args"]) for c in streamed.tool_calls] == [("weather", call["args"])]
-    assert model.invoke([*ASKED, whole, result]).text
-    assert model.bind_tools([weather], tool_choice="required").invoke(ASKED).tool_calls
+    return result
 
 
 def structure(model: Any) -> None:
     """Every way that LangChain has to ask for a schema."""
     for method in ("json_schema", "function_calling"):
-        report = model.with_structured_output(Report, method=method).invoke(ASKED)
-        assert isinstance(report, Report), report
-    both = model.with_structured_output(Report, method="json_schema", include_raw=True).invoke(ASKED)
-    assert both["parsing_error"] is None
-    assert isinstance(both["parsed"], Report)
+        with check(f"a schema by {method}"):
+            report = model.with_structured_output(Report, method=method).invoke(ASKED)
+            assert isinstance(report, Report), report
+    with check("a schema, and what was said"):
+        both = model.with_structured_output(Report, method="json_schema", include_raw=True).invoke(ASKED)
+        assert both["parsing_error"] is None
+        assert isinstance(both["parsed"], Report)
 
 
-def errors(model: Any) -> None:
+def errors(server: Server, model: Any) -> None:
     """What is refused comes as the official client's exceptions, which LangChain hands on."""
-    assert refusal(openai.NotFoundError, lambda: model.bind(model="another").invoke(ASKED)) == "model_not_found"
-    assert refusal(openai.BadRequestError, lambda: model.invoke("word " * 2000)) == "context_length_exceeded"
+    with check("another model is refused"):
+        code = refusal(openai.NotFoundError, lambda: model.bind(model=f"not-{server.model}").invoke(ASKED))
+        assert code == "model_not_found"
+    with check("a prompt over the context is refused"):
+        assert refusal(openai.BadRequestError, lambda: model.invoke(server.too_long())) == "context_length_exceeded"
 
 
 def refusal(kind: type[openai.APIStatusError], ask: Callable[[], object]) -> str | None:
@@ -90,16 +131,17 @@ def refusal(kind: type[openai.APIStatusError], ask: Callable[[], object]) -> str
     raise AssertionError(f"no {kind.__name__}")
 
 
-def main(url: str, name: str) -> None:
+def main(server: Server) -> None:
     """Everything; raises AssertionError."""
-    options: Any = {"model": name, "base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "temperature": 0}
-    model = ChatOpenAI(**options, max_tokens=16, stream_usage=True, extra_body={"ignore_eos": True})
-    texts(model)
-    errors(model)
+    options: Any = {"model": server.model, "base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+    options |= {"temperature": 0}
+    model = ChatOpenAI(**options, max_tokens=TOKENS, stream_usage=True, extra_body={"min_tokens": TOKENS})
+    texts(server, model)
+    errors(server, model)
     model = ChatOpenAI(**options, max_tokens=128)
-    tools(model)
+    tools(server, model)
     structure(model)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Server.of_command_line(__doc__))
