@@ -23,6 +23,8 @@ is put beside it after a rest, when none did lately, stays when they do."""
 WAKING = 0.25
 """By how much longer a step takes when all cores of a host stream than when one does (README.md: measured on two). Of
 more than two, each is taken to add the same."""
+CROWDED = 1.6
+"""A step so many times as long as that of half the streams: then two cores are better for all of them, woken or not."""
 
 
 def neighbourhood(device: str) -> str:
@@ -52,12 +54,19 @@ def with_neighbours(states: Sequence[WorkerState]) -> Sequence[WorkerState]:
 
 def _waking_s(device: str, around: Sequence[str], groups: Mapping[str, Sequence[WorkerState]]) -> float:
     """What the first stream on `device` costs those on the others `around` it, for each token of its own; 0 when it is
-    not the first. One step there goes with each token here: steps are about as long."""
+    not the first, or when they are too many for the core that they are on. One step there goes with each token here:
+    steps are about as long."""
     if len(around) == 1 or any(state.streams for state in groups[device]):
         return 0.0
-    others = [state for other in around if other != device for state in groups[other]]
-    step_s = sum(state.streams * (state.step_s + state.stream_s * (state.streams - 1)) for state in others)
-    return WAKING / (len(around) - 1) * step_s if step_s > 0.0 else 0.0
+    others = [state for other in around if other != device for state in groups[other] if state.streams]
+    if any(_step_s(state, 1.0) > CROWDED * _step_s(state, 0.5) for state in others):
+        return 0.0
+    return WAKING / (len(around) - 1) * sum(state.streams * _step_s(state, 1.0) for state in others)
+
+
+def _step_s(state: WorkerState, share: float) -> float:
+    """A step of such a share of its streams."""
+    return state.step_s + state.stream_s * (share * state.streams - 1.0)
 
 
 def _told(state: WorkerState, group: Sequence[WorkerState]) -> WorkerState:

@@ -129,6 +129,16 @@ def test_of_more_cores_each_adds_its_part() -> None:
     assert [state.waking_s for state in with_neighbours(cores)] == pytest.approx([0.0, *[two / 4] * 4])
 
 
+@pytest.mark.parametrize(("streams", "woken"), [(11, False), (13, True), (40, True)])
+def test_a_core_that_is_crowded_is_no_reason_to_let_another_rest(streams: int, woken: bool) -> None:
+    """Steps of 20 ms, 4 more for each other stream: with 12, 64 ms, which is 1.6 times the 40 of 6."""
+    cores = [
+        worker(Role.DECODE, device="host/cpu:1", streams=streams, step_s=0.020, stream_s=0.004),
+        worker(Role.MERGED, device="host/cpu:0", step_s=0.020, stream_s=0.004),
+    ]
+    assert (with_neighbours(cores)[1].waking_s == 0.0) is woken
+
+
 def test_gpus_and_other_hosts_do_not_slow_each_other() -> None:
     for devices in (("h/cuda:0", "h/cuda:1"), ("a/cpu:0", "b/cpu:1"), ("h/cpu:0", "h/cuda:0")):
         states = [worker(Role.DECODE, n, device=device, streams=3 * n) for n, device in enumerate(devices)]
