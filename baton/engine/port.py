@@ -267,6 +267,7 @@ class EngineStats:
     batch_waiting: int = 0
     batch_queued_tokens: int = 0
     batch_preemptions: int = 0
+    given_up_steps: int = 0
 
 
 @dataclass(frozen=True)
