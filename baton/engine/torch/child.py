@@ -194,6 +194,9 @@ class EngineProcess:
                 except BatonError as error:
                     return [m.Failed(message.job, error.reason.name, error.message)]
                 return []
+            case m.PauseBatch():
+                scheduler.pause_batch(message.seconds)
+                return []
             case m.Check():
                 self._checks.append(message.call)
                 return [] if scheduler.stepping else self._check()

@@ -70,6 +70,7 @@ class Scheduler:
         self._in_step: set[Job] = set()
         self._order = 0
         self._urgent = False
+        self._batch_paused_until = 0.0
         self.preemptions = 0
         self.batch_preemptions = 0
         self.given_up_steps = 0
@@ -290,6 +291,11 @@ class Scheduler:
         """Somebody, perhaps not of the batch lane, can go on since the step under way was planned."""
         self._urgent = True
 
+    def pause_batch(self, seconds: float) -> None:
+        """See `Engine.pause_batch`."""
+        self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
+        self.hurry()
+
     # ---- steps
 
     def has_work(self) -> bool:
@@ -315,6 +321,8 @@ class Scheduler:
     def _lane(self, others: list[Work], streams: list[Sequence], chunk: int) -> list[Work]:
         """What of the batch lane the step takes in beside `others`."""
         if not streams and not any(s.job.batch for s in (*self._waiting, *self._embedding)):
+            return []
+        if time.monotonic() < self._batch_paused_until:
             return []
         decoding = sum(w.count == 1 for w in others)
         step_s = self._cost.predict(sum(w.count for w in others) - decoding, decoding) or 1e-9 if others else 0.0

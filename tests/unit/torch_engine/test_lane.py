@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -259,3 +260,37 @@ def test_a_step_whose_requests_are_all_cancelled_is_given_up(kv: FakeKv, batch: 
     assert not kv.scheduler.has_work()
     assert kv.scheduler.check_integrity() == []
     assert kv.pool.available == 24
+
+
+# ---- pauses
+
+
+def test_paused_nothing_of_the_lane_is_computed_and_nothing_is_lost(kv: FakeKv) -> None:
+    start(kv, lined("b", 3, max_tokens=4))
+    start(kv, lined("c", 40))
+    assert planned(kv) == [("b", 3), ("c", LEAST_CHUNK - 3)]
+    work = kv.scheduler.plan(Outcome())
+    kv.scheduler.pause_batch(3600.0)
+    assert not kv.scheduler.wanted(work)
+    kv.give_up(work)
+    assert planned(kv) == []
+    start(kv, asked("a", 5, max_tokens=2))
+    assert planned(kv) == [("a", 5)]
+    assert planned(kv) == [("a", 1)]
+    assert planned(kv) == []
+    kv.scheduler.pause_batch(0.0)
+    assert planned(kv) == [], "it makes no pause shorter"
+    assert kv.scheduler.preemptions == 0
+    kv.scheduler._batch_paused_until = 0.0
+    while kv.scheduler.has_work():
+        planned(kv)
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_a_pause_ends_by_itself(kv: FakeKv) -> None:
+    kv.scheduler.pause_batch(0.05)
+    start(kv, lined("b", 3, max_tokens=4))
+    end = time.monotonic() + 30
+    while kv.scheduler.has_work():
+        planned(kv)
+        assert time.monotonic() < end
