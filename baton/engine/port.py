@@ -267,6 +267,7 @@ class EngineStats:
     batch_waiting: int = 0
     batch_queued_tokens: int = 0
     batch_preemptions: int = 0
+    given_up_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -366,6 +367,11 @@ class Engine(abc.ABC):
         spec says it `lacks`, too), NO_CAPACITY, CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED, ENGINE_FAILED.
         """
         raise BatonError(Reason.INVALID_REQUEST, "this engine makes no embeddings")
+
+    async def pause_batch(self, seconds: float) -> None:
+        """For so long from now compute nothing of the batch lane, and give up what of it is being computed; it keeps its
+        places. Can make an earlier pause longer, not shorter. Nothing in an engine that does not yield."""
+        return
 
     @abc.abstractmethod
     def stats(self) -> EngineStats:

@@ -68,6 +68,7 @@ class WorkerMetrics:
             "cached_prompt_tokens": counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
             "preemptions": counter("preemptions", "Requests preempted and recomputed."),
             "batch_preemptions": counter("batch_preemptions", "Of these, the batch lane's: they gave way."),
+            "given_up_steps": counter("given_up_steps", "Steps ended between two layers: all cancelled, or gave way."),
             "corrupted_blocks": counter("kv_blocks_corrupted", "Cached KV blocks whose bytes had changed: not used."),
             "unstaged_blocks": counter(
                 "kv_blocks_unstaged", "Full output blocks that found no place in staging in time."

@@ -23,6 +23,7 @@ from baton.worker.sessions import Sessions
 from baton.worker.submit import Submissions
 from baton.worker.watch import Watchers
 
+MOST_PAUSE_S = 5.0
 PAIR_S = 5.0
 WARM_S = 2.0
 """How long our side makes progress after a Pair answer, so that the caller can wire its own direction up."""
@@ -113,6 +114,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: object) -> pb.ClearCacheReply:
         return pb.ClearCacheReply(dropped=await self._context.engine.clear_cache())
+
+    async def PauseBatch(self, request: pb.PauseBatchRequest, context: object) -> pb.PauseBatchReply:
+        # NaN and what is negative pause nothing.
+        seconds = min(request.seconds, MOST_PAUSE_S) if request.seconds > 0 else 0.0
+        await self._context.engine.pause_batch(seconds)
+        return pb.PauseBatchReply()
 
     async def Embed(self, request: pb.EmbedRequest, context: object) -> pb.EmbedReply:
         reply = pb.EmbedReply(epoch=self._context.epoch)

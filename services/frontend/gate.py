@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from baton.errors import BatonError, Reason
 from services.frontend.metrics import FrontendMetrics
@@ -24,6 +25,8 @@ class Gate:
         self._bytes = 0
         self.entered_at = 0.0
         """`time.monotonic()` of the last request that was let in."""
+        self.on_enter: Callable[[], None] = lambda: None
+        """Called when one was."""
 
     @property
     def held(self) -> tuple[int, int]:
@@ -36,6 +39,7 @@ class Gate:
             raise self._refusal("requests", f"This server has {self._requests} requests under way; try again soon.")
         self._requests += 1
         self.entered_at = time.monotonic()
+        self.on_enter()
         return Pass(self)
 
     def _take(self, change: int, size: int) -> None:

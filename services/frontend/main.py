@@ -6,7 +6,9 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -23,6 +25,7 @@ from services.frontend.batches.batches import Batches
 from services.frontend.batches.lane import Lane
 from services.frontend.batches.look import Look
 from services.frontend.batches.metrics import BatchMetrics
+from services.frontend.batches.pauses import Pauses
 from services.frontend.drain import Requests
 from services.frontend.embeddings.make import make, read_inputs
 from services.frontend.frontend import Frontend
@@ -102,7 +105,8 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     )
     if settings.batch_dir:
         look = Look(model.name, workers, sessions.live(), backend.placed)
-        frontend = await _with_batches(process, settings, frontend, look)
+        pauses = partial(Pauses, workers, sessions.stub, background)
+        frontend = await _with_batches(process, settings, frontend, look, pauses)
     server = make_server(create_app(frontend), settings.client_stall_s, metrics.slow_clients.inc)
     # What is here now stays: without it each full collection walks the vocabulary and holds up the loop.
     gc.collect()
@@ -129,10 +133,17 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     await router.flush()
 
 
-async def _with_batches(process: Process, settings: FrontendSettings, frontend: Frontend, look: Look) -> Frontend:
+async def _with_batches(
+    process: Process,
+    settings: FrontendSettings,
+    frontend: Frontend,
+    look: Look,
+    pauses: Callable[[BatchMetrics], Pauses],
+) -> Frontend:
     """The frontend with its files and batches, which go on from where they stand."""
     metrics, gate = BatchMetrics(process.collectors), frontend.gate
-    lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, metrics)
+    lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, pauses(metrics), metrics)
+    gate.on_enter = lane.hurry
 
     async def generate(endpoint: str, body: bytes, uid: str, timeout_s: float) -> Prepared:
         if endpoint == RESPONSES:

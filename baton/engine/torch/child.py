@@ -31,7 +31,7 @@ from baton.engine.torch.compute import Computation
 from baton.engine.torch.config import ModelConfig, load_config
 from baton.engine.torch.grammars import Grammars
 from baton.engine.torch.kvpool import KvPool
-from baton.engine.torch.model import Model
+from baton.engine.torch.model import GivenUp, Model
 from baton.engine.torch.options import Options
 from baton.engine.torch.scheduler import Scheduler
 from baton.engine.torch.sequence import Job
@@ -138,6 +138,7 @@ class EngineProcess:
 
     def _grammar_done(self) -> None:
         with self._wake:
+            self._scheduler.hurry()
             self._wake.notify()
 
     def send(self, *messages: object) -> None:
@@ -192,6 +193,9 @@ class EngineProcess:
                     scheduler.embed(message.job, message.ids, message.deadline, batch=message.batch)
                 except BatonError as error:
                     return [m.Failed(message.job, error.reason.name, error.message)]
+                return []
+            case m.PauseBatch():
+                scheduler.pause_batch(message.seconds)
                 return []
             case m.Check():
                 self._checks.append(message.call)
@@ -295,17 +299,28 @@ class EngineProcess:
 
     def _step(self, work: list[Work]) -> None:
         started = time.perf_counter()
-        computation = Computation(self._model, work)
         outcome = Outcome()
+        try:
+            computation = Computation(self._model, work, lambda: self._scheduler.wanted(work))
+        except GivenUp:
+            self._end_step(outcome, self._scheduler.give_up)
+            return
         computation.keep_prompt_logprobs()
         computation.keep_sums()
         with self._wake:
             draws = self._scheduler.computed(work)
         drawn = computation.draw(draws)
-        with self._wake:
+
+        def apply() -> None:
             self._scheduler.apply(work, draws, drawn, outcome)
-            self._steps += 1
             self._cost.learn(*_tokens(work), time.perf_counter() - started)
+
+        self._end_step(outcome, apply)
+
+    def _end_step(self, outcome: Outcome, take_in: Callable[[], None]) -> None:
+        with self._wake:
+            take_in()
+            self._steps += 1
             self._due = (0.0, 0.0)
             self._publish()
             self._post(outcome)
@@ -359,6 +374,7 @@ class EngineProcess:
                 batch_waiting=batch_waiting,
                 batch_queued_tokens=batch_tokens,
                 batch_preemptions=scheduler.batch_preemptions,
+                given_up_steps=scheduler.given_up_steps,
             ),
             self._taken,
         )

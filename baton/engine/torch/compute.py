@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 
 import torch
 
@@ -15,9 +16,10 @@ from baton.grammar.follow import GrammarFailedError, may_follow
 
 
 class Computation:
-    """One step's logits, and which of their rows belong to whom. Creating it runs the model."""
+    """One step's logits, and which of their rows belong to whom. Creating it runs the model, as long as it is `wanted`:
+    else raises GivenUp (see `Model.forward_and_sum`)."""
 
-    def __init__(self, model: Model, work: list[Work]) -> None:
+    def __init__(self, model: Model, work: list[Work], wanted: Callable[[], bool]) -> None:
         self._vocab = model.config.vocab
         self._eos = model.config.eos_token_ids
         self._work = work
@@ -31,7 +33,7 @@ class Computation:
             )
             for w in work
         ]
-        self._logits, self._sums = model.forward_and_sum(Batch(slices))
+        self._logits, self._sums = model.forward_and_sum(Batch(slices), wanted)
         self._rows: list[range] = []
         end = 0
         for item in work:

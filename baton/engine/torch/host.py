@@ -268,6 +268,9 @@ class TorchEngine(Engine):
             if not done:
                 self.link.tell(m.Release(job))
 
+    async def pause_batch(self, seconds: float) -> None:
+        self.link.tell(m.PauseBatch(seconds))
+
     # ---- state
 
     def stats(self) -> EngineStats:

@@ -97,6 +97,12 @@ class Embed(_Message):
     batch: bool = False
 
 
+class PauseBatch(_Message):
+    """For `seconds` from now, nothing of the batch lane is computed."""
+
+    seconds: float
+
+
 class Check(_Message):
     """Answered by Answer(findings)."""
 
@@ -246,6 +252,7 @@ ToEngine = (
     | Hold
     | Unhold
     | Embed
+    | PauseBatch
     | Check
     | Clear
 )

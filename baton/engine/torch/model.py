@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,6 +14,14 @@ from baton.engine.torch.config import ModelConfig
 from baton.engine.torch.kvpool import KvPool
 from baton.engine.torch.rope import inverse_frequencies, rotate, rotation
 from baton.engine.torch.weights import LayerWeights, Weights
+
+
+class GivenUp(Exception):
+    """A forward pass that ended between two layers, because nobody waits for it any more."""
+
+
+def _always() -> bool:
+    return True
 
 
 class Model:
@@ -33,17 +43,21 @@ class Model:
         order of the batch's sequences and, within one, of positions."""
         return self.forward_and_sum(batch)[0]
 
-    def forward_and_sum(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    def forward_and_sum(self, batch: Batch, wanted: Callable[[], bool] = _always) -> tuple[Tensor, list[Tensor]]:
         """As `forward`; and for each sequence that wants it, in order, the float32 sum [hidden] of the last hidden
-        states (after the final norm) of its new positions."""
+        states (after the final norm) of its new positions.
+
+        `wanted` is asked before each layer. Raises GivenUp when it says no: the KV of the batch's new positions is then
+        that of no model, and must be computed before anybody reads it.
+        """
         with torch.inference_mode():
-            x = self._hidden(batch)
-            wanted = torch.tensor(_wanted(batch), dtype=torch.long, device=self._device)
-            logits = self.weights.head(self._norm(x.index_select(0, wanted), self.weights.norm)).to(torch.float32)
-            sums = [self._norm(x[rows], self.weights.norm).to(torch.float32).sum(0) for rows in _summed(batch)]
+            x = self._hidden(batch, wanted)
+            rows = torch.tensor(_wanted(batch), dtype=torch.long, device=self._device)
+            logits = self.weights.head(self._norm(x.index_select(0, rows), self.weights.norm)).to(torch.float32)
+            sums = [self._norm(x[part], self.weights.norm).to(torch.float32).sum(0) for part in _summed(batch)]
             return logits, sums
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: Batch, wanted: Callable[[], bool]) -> Tensor:
         ids = [token for s in batch.sequences for token in s.token_ids]
         positions = [p for s in batch.sequences for p in range(s.start, s.end)]
         self.pool.zero(opened_slots(batch, self.pool.block_size))
@@ -51,6 +65,8 @@ class Model:
         turn = rotation(torch.tensor(positions, device=self._device), self._frequencies)
         x = functional.embedding(torch.tensor(ids, device=self._device), self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
+            if not wanted():
+                raise GivenUp
             x = self._layer(index, layer, x, turn, attention)
         return x
 

@@ -6,7 +6,8 @@ pool runs out in mid-decode the youngest sequence gives its blocks up and is com
 and no new request gets the blocks that it waits for.
 
 Requests of the batch lane give way to all others: they are refused while others wait, join a step only as far as these
-do not feel it (`lane.py`), and are the first to lose their place and their blocks.
+do not feel it (`lane.py`), and are the first to lose their place and their blocks. A step of theirs alone is given up
+when somebody else comes (`wanted`), as any step is whose requests were all cancelled.
 
 Inputs that are embedded come after prompts and take what these leave of a chunk, a quarter of it at least: nobody's
 stream gets slower than beside a prompt, and no prompt waits behind them.
@@ -68,8 +69,11 @@ class Scheduler:
         self._embedding: list[Sequence] = []
         self._in_step: set[Job] = set()
         self._order = 0
+        self._urgent = False
+        self._batch_paused_until = 0.0
         self.preemptions = 0
         self.batch_preemptions = 0
+        self.given_up_steps = 0
         self.corrupted_blocks = 0
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
@@ -87,6 +91,11 @@ class Scheduler:
     def stepping(self) -> bool:
         """Whether a step is between `plan` and the end of `apply`."""
         return bool(self._in_step)
+
+    def wanted(self, work: list[Work]) -> bool:
+        """Whether anybody waits for the step under way: not when all its requests are gone, nor, if they are the batch
+        lane's, when others have come since. Needs no lock."""
+        return any(not w.sequence.job.released and not (self._urgent and w.sequence.job.batch) for w in work)
 
     @property
     def running(self) -> int:
@@ -267,6 +276,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         """Into the line, which is by age."""
+        self._urgent |= not sequence.job.batch
         insort(self._waiting, sequence, key=lambda s: s.job.order)
 
     def _reopen_last(self, primary: Sequence) -> None:
@@ -276,6 +286,15 @@ class Scheduler:
         if self.pool.slot(primary.slots[last]).tokens:
             primary.sealed = last
             self._own_copy(primary, last)
+
+    def hurry(self) -> None:
+        """Somebody, perhaps not of the batch lane, can go on since the step under way was planned."""
+        self._urgent = True
+
+    def pause_batch(self, seconds: float) -> None:
+        """See `Engine.pause_batch`."""
+        self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
+        self.hurry()
 
     # ---- steps
 
@@ -296,11 +315,14 @@ class Scheduler:
         work += prompts + self._embeddings(chunk - sum(w.count for w in prompts), batch=False)
         work += self._lane(work, [s for s in decodable if s.job.batch and s in self._running], chunk)
         self._in_step = {w.sequence.job for w in work}
+        self._urgent = False
         return work
 
     def _lane(self, others: list[Work], streams: list[Sequence], chunk: int) -> list[Work]:
         """What of the batch lane the step takes in beside `others`."""
         if not streams and not any(s.job.batch for s in (*self._waiting, *self._embedding)):
+            return []
+        if time.monotonic() < self._batch_paused_until:
             return []
         decoding = sum(w.count == 1 for w in others)
         step_s = self._cost.predict(sum(w.count for w in others) - decoding, decoding) or 1e-9 if others else 0.0
@@ -533,6 +555,14 @@ class Scheduler:
                 self._end_prefill(job, tokens, outcome)
             elif job.phase is Phase.GENERATE:
                 self._start_choices(job, tokens, outcome)
+        self._end_step()
+
+    def give_up(self) -> None:
+        """The step ends without a result: what it was to compute is planned anew."""
+        self.given_up_steps += 1
+        self._end_step()
+
+    def _end_step(self) -> None:
         stepped, self._in_step = self._in_step, set()
         for job in stepped:
             if job.released and job.phase is not Phase.ENDED:
@@ -625,6 +655,7 @@ class Scheduler:
             job.sequences = [primary]
             self._forget(job)
             return
+        self._urgent |= not job.batch
         for sequence in sequences:
             if sequence.slots and self._room(batch=job.batch) > 0:
                 self._running.append(sequence)
@@ -722,6 +753,7 @@ class Scheduler:
         job.primary = Sequence(job, 0, ids, slots, forks=True)
         job.sequences = [job.primary]
         self._jobs[id] = job
+        self._urgent |= not job.batch
         self._embedding.append(job.primary)
         self.prompt_tokens += len(ids)
 

@@ -3,9 +3,12 @@
 Workers that compute on the same thing (a core; a host, unless they say what they compute on) are one group.
 
 - A worker's idle places are its streams less what others run and wait for there.
-- While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there. What
-  generates may stay on a worker whose engine yields, where no other of the group is at work; prompts stop everywhere.
-- A worker that shares with nobody and whose engine yields takes what it has places for: the engine sees to each step.
+- While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there.
+- What runs on a worker whose engine yields keeps its place: the engine sees to each of its steps. It pauses while
+  others of the group have work, or a request is on its way to nobody knows whom. Stopping it would cost more than it
+  frees: an abort and a new attempt for each line, just when the processors are wanted.
+- What runs on any other worker stops while others have work in its group.
+- A worker that shares with nobody and whose engine yields takes what it has places for.
 """
 
 from __future__ import annotations
@@ -45,11 +48,12 @@ class Seen:
 @dataclass(frozen=True)
 class Room:
     """`start`: new ones may start while there are fewer; `keep`: more than so many give their places up; `prompts`:
-    those may stay, too, whose prompt is being computed, wherever that is."""
+    those may stay, too, whose prompt is being computed, wherever that is; `pause`: none of them computes for now."""
 
     start: int
     keep: int
     prompts: bool = True
+    pause: bool = False
 
 
 def rooms(seen: Sequence[Seen], arriving: bool) -> dict[str, Room]:
@@ -62,9 +66,13 @@ def rooms(seen: Sequence[Seen], arriving: bool) -> dict[str, Room]:
 
 def _room(worker: Seen, beside: Sequence[Seen], arriving: bool) -> Room:
     idle = max(0, worker.streams - worker.interactive - worker.others)
+    places = max(0, worker.streams - worker.others)
     if worker.yields and not beside:
-        return Room(idle, idle)
+        return Room(idle, places)
     elsewhere = any(other.interactive for other in beside)
-    keep = 0 if elsewhere or (worker.interactive and not worker.yields) else idle
-    busy = any(w.interactive or w.quiet_s < QUIET_S for w in (worker, *beside))
-    return Room(0 if busy or arriving else keep, keep, prompts=not (worker.interactive or elsewhere))
+    busy = arriving or any(w.interactive or w.quiet_s < QUIET_S for w in (worker, *beside))
+    if worker.yields:
+        return Room(0 if busy else idle, places, pause=elsewhere or arriving)
+    alone = not (elsewhere or worker.interactive)
+    keep = idle if alone else 0
+    return Room(0 if busy else keep, keep, prompts=alone)

@@ -1,8 +1,8 @@
 """The batch lane of this frontend: who of its requests has a place, on which worker, and who has to give it up.
 
 `idle.py` says how many places there are; this keeps the line of those that wait and the list of those that run. It
-looks each `TICK_S` while there is anything of the lane, so others are noticed within that: own requests are known when
-they are submitted, those of other frontends with the next heartbeat.
+looks each `TICK_S` while there is anything of the lane, and at once when a request comes in here; those of other
+frontends are known with the next heartbeat.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 from baton.errors import Reason
 from services.frontend.batches.idle import Room, Seen, rooms
@@ -18,6 +19,8 @@ from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.turn import Asking
 
 TICK_S = 0.02
+PAUSE_S = 0.4
+"""Workers are told to pause for so long, and told again when half of it is over: a frontend that dies ends no lane."""
 BACKOFF_S = (0.1, 2.0)
 ANYWHERE = ""
 """The place of a request that no worker could run: the router says so."""
@@ -27,16 +30,21 @@ NOBODY = Asking(lambda: None, lambda: False, (), lambda: 0)
 
 class Lane:
     """Places for requests. `look` tells of every worker, given the lane's own outputs by worker; `arriving` whether a
-    request of others is on its way to one."""
+    request of others is on its way to one; `pause` tells a worker to compute nothing of the lane for some seconds."""
 
     def __init__(
         self,
         look: Callable[[dict[str, int]], Sequence[Seen]],
         arriving: Callable[[], bool],
+        pause: Callable[[str, float], None],
         metrics: BatchMetrics,
     ) -> None:
         self._look = look
         self._arriving = arriving
+        self._pause = pause
+        self._paused: dict[str, float] = {}
+        """When each was told last, of those that are to pause."""
+        self._came = asyncio.Event()
         self._metrics = metrics
         self._waiting: dict[Place, None] = {}
         """Who asked first comes first."""
@@ -62,7 +70,13 @@ class Lane:
             self.tick()
             if not self._waiting and not self._placed:
                 self._some.clear()
-            await asyncio.sleep(TICK_S)
+            self._came.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._came.wait(), TICK_S)
+
+    def hurry(self) -> None:
+        """A request of others has come in."""
+        self._came.set()
 
     def tick(self) -> None:
         """Look, and act on it."""
@@ -71,6 +85,7 @@ class Lane:
         self._workers = {worker.id for worker in seen if worker.streams}
         self._places = sum(one.start for one in room.values())
         self._take_away(room)
+        self._pause_those({id for id, one in room.items() if one.pause} if self._placed else set())
         self._give(seen, room)
         self._metrics.running.set(sum(place.outputs for place in self._placed))
         self._metrics.waiting.set(len(self._waiting))
@@ -103,6 +118,14 @@ class Lane:
             self._metrics.gave_way.inc()
             self.give_back(place)
             place.asking.give_way()
+
+    def _pause_those(self, workers: Collection[str]) -> None:
+        now = time.monotonic()
+        self._paused = {id: told for id, told in self._paused.items() if id in workers}
+        for id in workers:
+            if now - self._paused.get(id, -PAUSE_S) >= PAUSE_S / 2:
+                self._paused[id] = now
+                self._pause(id, PAUSE_S)
 
     def _give(self, seen: Sequence[Seen], room: dict[str, Room]) -> None:
         used = self.used()

@@ -19,6 +19,9 @@ class BatchMetrics:
         self.lines = counter("batch_lines", "Lines of batches by how they ended: ok or a reason.", "outcome")
         self.retries = counter("batch_retries", "Attempts at lines that were refused or broke, by reason.", "reason")
         self.gave_way = counter("batch_gave_way", "Lines stopped because others wanted the place; they go on later.")
+        self.pauses = counter(
+            "batch_pauses", "Workers told to compute no lines for now: told, or a gRPC status.", "result"
+        )
         self.prompt_tokens = counter("batch_prompt_tokens", "Tokens of prompts of lines that were answered.")
         self.output_tokens = counter("batch_output_tokens", "Tokens of answers of lines.")
         self.running = gauge("batch_running", "Outputs of lines that have a place on a worker.")

@@ -194,7 +194,7 @@ class InLane:
     def __init__(self, *seen: Seen) -> None:
         self.seen = {one.id: one for one in seen}
         look = lambda _: list(self.seen.values())  # noqa: E731
-        self.lane = lane_module.Lane(look, lambda: False, BatchMetrics(CollectorRegistry()))
+        self.lane = lane_module.Lane(look, lambda: False, lambda *_: None, BatchMetrics(CollectorRegistry()))
 
     async def __aenter__(self) -> InLane:
         self._running = asyncio.create_task(self.lane.run())

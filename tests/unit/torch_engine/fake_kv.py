@@ -128,6 +128,16 @@ class FakeKv:
                 part = sum(sequence.tokens[sequence.computed : sequence.computed + item.count])
                 sequence.job.hidden_sum = (sequence.job.hidden_sum or 0) + part  # type: ignore[assignment]
 
+    def give_up(self, work: Iterable[Work]) -> None:
+        """A pass that ended between two layers: what it wrote is good for nobody."""
+        for item in work:
+            sequence = item.sequence
+            for position in range(sequence.computed, sequence.computed + item.count):
+                slot = sequence.slots[position // BLOCK]
+                self._check_writable(slot)
+                self.memory[slot][position % BLOCK] = GARBAGE
+        self.scheduler.give_up()
+
     def draw(self, draws: Iterable[Draw]) -> list[Drawn]:
         """What the model says."""
         return [Drawn(next_token([*d.prompt_ids, *d.output_ids], d.choice), None) for d in draws]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from baton.engine.admission import Limits
 from baton.engine.port import Request
 from baton.engine.predict import StepCost
 from baton.engine.torch.lane import ALONE_S, BESIDE, LEAST_CHUNK, LEAST_STREAMS, Allowed, Costs, allowed, kept
+from baton.engine.torch.step import Outcome
 from baton.errors import BatonError, Reason
 from tests.unit.torch_engine.fake_kv import BLOCK, VOCAB, FakeKv
 from tests.unit.torch_engine.test_scheduler import asked, planned, start
@@ -200,3 +202,95 @@ def test_alone_one_of_the_lane_may_have_the_whole_pool() -> None:
         planned(kv)
     assert not kv.scheduler.has_work()
     assert kv.scheduler.preemptions == 0
+
+
+# ---- steps that nobody waits for
+
+
+@pytest.mark.parametrize("how", ["prompt", "stream", "embedding", "grammar"])
+def test_a_step_of_the_lane_is_given_up_when_others_come(kv: FakeKv, how: str) -> None:
+    start(kv, lined("b", 20))
+    work = kv.scheduler.plan(Outcome())
+    assert kv.scheduler.wanted(work)
+    start(kv, lined("c", 3))
+    assert kv.scheduler.wanted(work), "one of its own"
+    asking = kv.reserve(asked("a", 5, max_tokens=3))
+    assert kv.scheduler.wanted(work), "it waits for a peer: there is nothing to do for it"
+    if how == "prompt":
+        kv.scheduler.generate(asking, [], [])
+    elif how == "stream":
+        kv.load(asking, 5)
+        kv.scheduler.generate(asking, [(0, 7)], [])
+    elif how == "embedding":
+        kv.embed([1, 2])
+    else:
+        kv.scheduler.hurry()
+    assert not kv.scheduler.wanted(work)
+    kv.give_up(work)
+    kv.scheduler.release(asking)
+    assert kv.scheduler.wanted(kv.scheduler.plan(Outcome())), "once is enough"
+    kv.scheduler.give_up()
+    while kv.scheduler.has_work():
+        kv.step()
+    assert kv.scheduler.given_up_steps == 2
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_a_step_that_others_share_is_never_given_up_for_others(kv: FakeKv) -> None:
+    teach(kv, 0.001)
+    start(kv, lined("b", 3, max_tokens=8))
+    planned(kv)
+    start(kv, asked("a", 5, max_tokens=3))
+    planned(kv)
+    work = kv.scheduler.plan(Outcome())
+    assert {w.sequence.job.batch for w in work} == {False, True}
+    start(kv, asked("d", 5))
+    assert kv.scheduler.wanted(work)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_step_whose_requests_are_all_cancelled_is_given_up(kv: FakeKv, batch: bool) -> None:
+    jobs = [start(kv, replace(asked(uid, 3), batch=batch)) for uid in "ab"]
+    work = kv.scheduler.plan(Outcome())
+    kv.scheduler.release(jobs[0])
+    assert kv.scheduler.wanted(work)
+    kv.scheduler.release(jobs[1])
+    assert not kv.scheduler.wanted(work)
+    kv.give_up(work)
+    assert not kv.scheduler.has_work()
+    assert kv.scheduler.check_integrity() == []
+    assert kv.pool.available == 24
+
+
+# ---- pauses
+
+
+def test_paused_nothing_of_the_lane_is_computed_and_nothing_is_lost(kv: FakeKv) -> None:
+    start(kv, lined("b", 3, max_tokens=4))
+    start(kv, lined("c", 40))
+    assert planned(kv) == [("b", 3), ("c", LEAST_CHUNK - 3)]
+    work = kv.scheduler.plan(Outcome())
+    kv.scheduler.pause_batch(3600.0)
+    assert not kv.scheduler.wanted(work)
+    kv.give_up(work)
+    assert planned(kv) == []
+    start(kv, asked("a", 5, max_tokens=2))
+    assert planned(kv) == [("a", 5)]
+    assert planned(kv) == [("a", 1)]
+    assert planned(kv) == []
+    kv.scheduler.pause_batch(0.0)
+    assert planned(kv) == [], "it makes no pause shorter"
+    assert kv.scheduler.preemptions == 0
+    kv.scheduler._batch_paused_until = 0.0
+    while kv.scheduler.has_work():
+        planned(kv)
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_a_pause_ends_by_itself(kv: FakeKv) -> None:
+    kv.scheduler.pause_batch(0.05)
+    start(kv, lined("b", 3, max_tokens=4))
+    end = time.monotonic() + 30
+    while kv.scheduler.has_work():
+        planned(kv)
+        assert time.monotonic() < end

@@ -86,6 +86,22 @@ async def test_preempted(tiny_model: Path, oracle: Oracle) -> None:
         await preempting.close()
 
 
+async def test_a_step_that_was_given_up_is_computed_again(client: Client, oracle: Oracle) -> None:
+    """Requests of the batch lane generate all the time; others come until they have cut a step of these short."""
+    before = client.engine.stats().given_up_steps
+    for n in range(200):
+        lane = [replace(request([7 + n, *range(3, 30 + i)], max_tokens=24), batch=True) for i in range(8)]
+        streams = [await client.submit(one) for one in lane]
+        await streams[0].moved.wait()
+        other = [9 + n, 2, 3, 5, 8]
+        assert await client.complete(request(other, max_tokens=2)) == oracle(other, 2)
+        for one, stream in zip(lane, streams, strict=True):
+            assert await stream.tokens() == oracle(list(one.prompt_ids), 24)
+        if client.engine.stats().given_up_steps > before:
+            return
+    raise AssertionError("no step was given up")
+
+
 async def test_resumed_from_any_offset(client: Client, oracle: Oracle) -> None:
     prompt = PROMPTS[3]
     whole = oracle(prompt, TOKENS)

@@ -265,6 +265,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.kv.forward(self.in_step[0])
         self.draws = self.kv.scheduler.computed(self.in_step[0])
 
+    @precondition(lambda self: self.in_step is not None and self.draws is None)
+    @rule()
+    def give_up(self) -> None:
+        """If nobody waits for the step."""
+        assert self.in_step is not None
+        work, outcome = self.in_step
+        if not self.kv.scheduler.wanted(work):
+            assert all(w.sequence.job.released or w.sequence.job.batch for w in work)
+            self.kv.give_up(work)
+            self.in_step = None
+            self.take(outcome)
+
     @precondition(lambda self: self.draws is not None)
     @rule()
     def end_step(self) -> None:
@@ -340,6 +352,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.kv.scheduler.has_work():
                 break
             self.begin_step()
+            if self.in_step[0]:
+                assert self.kv.scheduler.wanted(self.in_step[0]), "nobody has come since"
             self.compute()
             self.end_step()
         assert not self.kv.scheduler.has_work(), "stuck"

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from baton.engine.torch.batch import Batch
 from baton.engine.torch.config import load_config
 from baton.engine.torch.kvpool import KvPool
-from baton.engine.torch.model import Model
+from baton.engine.torch.model import GivenUp, Model
 from baton.engine.torch.weights import load_weights
 from baton.model.tokenizer import load_tokenizer
 from tests.unit.torch_model.files import KINDS, write_directory, write_gguf
@@ -125,6 +126,19 @@ def test_a_shared_prefix_gives_what_computing_it_gives(tiny: tuple[PreTrainedMod
     run.tables["b"], run.lengths["b"] = run.tables["a"][:2], 2 * BLOCK
     found = run.step(run.slice("b", ids[2 * BLOCK :], "all"))
     torch.testing.assert_close(found, expected(oracle, ids)[2 * BLOCK :], **CLOSE)
+
+
+def test_a_pass_that_was_given_up_is_computed_again(tiny: tuple[PreTrainedModel, Path]) -> None:
+    oracle, path = tiny
+    run = Run(open_torch_model(path), seed=3)
+    ids, layers = ids_of(70), run.model.config.layers
+    run.step(run.slice("a", ids[:40], "none"))
+    rest = run.slice("a", ids[40:], "all")
+    for passed in range(layers):
+        with pytest.raises(GivenUp):
+            run.model.forward_and_sum(Batch([rest]), iter([True] * passed + [False]).__next__)
+    found = run.step(rest)
+    torch.testing.assert_close(found, expected(oracle, ids)[40:], **CLOSE)
 
 
 def test_which_rows_are_wanted(tiny: tuple[PreTrainedModel, Path]) -> None:

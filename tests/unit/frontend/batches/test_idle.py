@@ -13,6 +13,7 @@ DECODE = Seen("d", "host/", streams=8, interactive=0, quiet_s=1e9, yields=True)
 MERGED = replace(DECODE, id="m")
 PREFILL = replace(DECODE, id="p", streams=0)
 NONE, STOP = Room(0, 0), Room(0, 0, prompts=False)
+STAY, PAUSE = Room(0, 8), Room(0, 8, pause=True)
 
 
 def of(*seen: Seen, arriving: bool = False) -> dict[str, Room]:
@@ -28,17 +29,25 @@ def busy(worker: Seen, interactive: int = 1) -> Seen:
 )
 def test_what_others_leave_of_a_worker_of_its_own(interactive: int, others: int, left: int) -> None:
     worker = replace(ALONE, interactive=interactive, others=others, quiet_s=0.0)
-    assert of(worker, arriving=True) == {"w": Room(left, left)}
+    assert of(worker, arriving=True) == {"w": Room(left, 8 - others)}, "what runs, the engine sees to"
 
 
 def test_an_idle_group_takes_what_it_has_places_for() -> None:
     assert of(DECODE, MERGED, PREFILL) == {"d": Room(8, 8), "m": Room(8, 8), "p": NONE}
 
 
-def test_work_of_others_stops_everything_beside_it_and_lets_stand_what_is_with_it() -> None:
-    assert of(busy(DECODE), MERGED, PREFILL) == {"d": Room(0, 7, prompts=False), "m": STOP, "p": STOP}
-    assert of(busy(DECODE), busy(MERGED), PREFILL) == {"d": STOP, "m": STOP, "p": STOP}
-    assert of(DECODE, MERGED, busy(PREFILL)) == {"d": STOP, "m": STOP, "p": STOP}
+def test_what_is_beside_work_of_others_pauses() -> None:
+    idle = Room(0, 0, pause=True)
+    assert of(busy(DECODE), MERGED, PREFILL) == {"d": STAY, "m": PAUSE, "p": idle}
+    assert of(busy(DECODE), busy(MERGED), PREFILL) == {"d": PAUSE, "m": PAUSE, "p": idle}
+    assert of(DECODE, MERGED, busy(PREFILL)) == {"d": PAUSE, "m": PAUSE, "p": NONE}
+
+
+def test_work_of_others_stops_what_is_on_engines_that_do_not_yield() -> None:
+    decode, merged, prefill = (replace(worker, yields=False) for worker in (DECODE, MERGED, PREFILL))
+    assert of(busy(decode), merged, prefill) == {"d": STOP, "m": STOP, "p": STOP}
+    assert of(decode, merged, busy(prefill)) == {"d": STOP, "m": STOP, "p": STOP}
+    assert of(decode, MERGED, busy(prefill)) == {"d": STOP, "m": PAUSE, "p": STOP}, "each as it is"
 
 
 @pytest.mark.parametrize(("quiet_s", "start"), [(0.0, 0), (QUIET_S * 0.999, 0), (QUIET_S, 8)])
@@ -46,8 +55,9 @@ def test_a_pause_is_not_the_end(quiet_s: float, start: int) -> None:
     assert of(replace(DECODE, quiet_s=quiet_s), MERGED) == {"d": Room(start, 8), "m": Room(start, 8)}
 
 
-def test_nothing_starts_while_a_request_is_on_its_way() -> None:
-    assert of(DECODE, MERGED, arriving=True) == {"d": Room(0, 8), "m": Room(0, 8)}
+def test_nothing_starts_or_goes_on_while_a_request_is_on_its_way() -> None:
+    assert of(DECODE, MERGED, arriving=True) == {"d": PAUSE, "m": PAUSE}
+    assert of(DECODE, replace(MERGED, yields=False), arriving=True) == {"d": PAUSE, "m": STAY}
 
 
 def test_an_engine_that_does_not_yield_runs_nothing_beside_others() -> None:

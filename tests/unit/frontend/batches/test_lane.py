@@ -6,18 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from baton.errors import Reason
 from services.frontend.batches.idle import Seen
-from services.frontend.batches.lane import Lane, Place
+from services.frontend.batches.lane import PAUSE_S, Lane, Place
 from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.turn import Asking
 
 GPU = Seen("a", "host/gpu:0", streams=2, interactive=0, quiet_s=1e9, yields=True)
 OTHER = replace(GPU, id="b", shares="host/gpu:1", streams=3)
+DEAF = replace(GPU, yields=False)
 
 
 class World:
@@ -25,9 +27,18 @@ class World:
 
     def __init__(self, *seen: Seen) -> None:
         self.seen: Sequence[Seen] = seen
-        self.lane = Lane(lambda _: self.seen, lambda: False, BatchMetrics(CollectorRegistry()))
+        self.paused: list[str] = []
+        self.told = asyncio.Event()
+        self.arriving = False
+        metrics = BatchMetrics(CollectorRegistry())
+        self.lane = Lane(lambda _: self.seen, lambda: self.arriving, self.pause, metrics)
         self.gave_way: list[Place] = []
         self.begun: list[Place] = []
+
+    def pause(self, worker: str, seconds: float) -> None:
+        assert seconds == PAUSE_S
+        self.paused.append(worker)
+        self.told.set()
 
     async def ask(self, outputs: int = 1, needs: Sequence[str] = (), tokens: int = 10) -> Place:
         """A request that waits for its place."""
@@ -62,10 +73,10 @@ async def test_places_go_to_who_asked_first_where_there_is_most_room() -> None:
 
 
 async def test_the_youngest_gives_its_place_up_and_comes_again() -> None:
-    world = World(GPU)
+    world = World(DEAF)
     first, second = await world.ask(), await world.ask()
     world.lane.tick()
-    world.seen = [replace(GPU, interactive=1)]
+    world.seen = [replace(DEAF, others=1)]
     world.lane.tick()
     assert world.gave_way == [second]
     assert first.placed
@@ -74,21 +85,49 @@ async def test_the_youngest_gives_its_place_up_and_comes_again() -> None:
     await asyncio.sleep(0)
     world.lane.tick()
     assert not again.done()
-    world.seen = [GPU]
+    world.seen = [DEAF]
     world.lane.tick()
     await asyncio.wait_for(again, 10)
     world.close()
 
 
-async def test_what_generates_may_stay_where_prompts_may_not() -> None:
+async def test_what_runs_pauses_beside_others_and_keeps_its_place() -> None:
     shared = [replace(GPU, id=id, shares="host/") for id in ("a", "b")]
+    world = World(*shared)
+    world.seen = busy = [replace(shared[0], interactive=1), shared[1]]
+    world.lane.tick()
+    assert world.paused == [], "nothing of the lane is anywhere"
+    world.seen = shared
+    places = [await world.ask() for _ in range(4)]
+    world.lane.tick()
+    world.begun = [places[0]]
+    world.seen = busy
+    for _ in range(3):
+        world.lane.tick()
+    assert world.paused == ["b"], "told once, for a while"
+    world.lane._paused["b"] -= PAUSE_S / 2
+    world.lane.tick()
+    assert world.paused == ["b", "b"], "and again before it is over"
+    world.seen = shared
+    world.lane.tick()
+    world.arriving = True
+    world.lane.tick()
+    assert sorted(world.paused) == ["a", "b", "b", "b"]
+    assert all(place.placed for place in places)
+    assert world.gave_way == []
+    world.close()
+
+
+async def test_what_runs_stops_where_the_engine_does_not_yield() -> None:
+    shared = [replace(DEAF, id=id, shares="host/") for id in ("a", "b")]
     world = World(*shared)
     places = [await world.ask() for _ in range(4)]
     world.lane.tick()
     world.begun = [places[0], places[1]]
     world.seen = [replace(shared[0], interactive=1), shared[1]]
     world.lane.tick()
-    assert [place for place in places if place.placed] == [place for place in world.begun if place.worker == "a"]
+    assert world.gave_way == places[::-1]
+    assert world.paused == []
     world.close()
 
 
@@ -99,7 +138,7 @@ async def test_one_that_is_larger_than_all_places_runs_alone() -> None:
     world.lane.tick()
     assert large.placed
     assert not small.placed
-    world.seen = [replace(GPU, interactive=2)]
+    world.seen = [replace(GPU, others=2)]
     world.lane.tick()
     assert world.gave_way == [large]
     world.close()
@@ -157,6 +196,18 @@ async def test_the_loop_runs_while_there_is_something_to_do() -> None:
     running.cancel()
 
 
+async def test_a_request_of_others_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.frontend.batches.lane.TICK_S", 1e6)
+    world = World(replace(GPU, shares="host/"), replace(GPU, id="b", shares="host/"))
+    running = asyncio.ensure_future(world.lane.run())
+    await asyncio.wait_for(world.lane.turn(1).wait(), 10)
+    world.arriving = True
+    world.lane.hurry()
+    await asyncio.wait_for(world.told.wait(), 10)
+    assert world.paused
+    running.cancel()
+
+
 @settings(max_examples=50)
 @given(
     steps=st.lists(
@@ -181,7 +232,7 @@ def test_whatever_happens_places_add_up(steps: list[tuple[str, int]]) -> None:
             await asyncio.sleep(0)
             for worker in world.seen:
                 there = [place for place in world.lane._placed if place.worker == worker.id]
-                left = max(0, worker.streams - worker.interactive)
+                left = worker.streams - (0 if worker.yields else worker.interactive)
                 assert sum(place.outputs for place in there) <= left or (left and len(there) == 1)
             assert not set(world.lane._placed) & set(world.lane._waiting)
         for place in places:
