@@ -50,6 +50,7 @@ vllm-env: venv ## what `--engine vllm` needs: an environment of its own (.venv-v
 clients-env: $(CLIENTS)/.installed ## LangChain, LiteLLM and the JavaScript client, to test with (.venv-clients)
 
 $(CLIENTS)/.installed: requirements-clients.txt Makefile
+	@echo "installing clients into $(CLIENTS), 0.4 GB: LangChain, LiteLLM, the JavaScript client"
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-compile -r requirements-clients.txt
 	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/js $(JS_CLIENT) || echo "no JavaScript client: npm could not install it"
@@ -58,6 +59,7 @@ $(CLIENTS)/.installed: requirements-clients.txt Makefile
 aiperf-env: $(AIPERF)/.installed ## the load tool aiperf with all that it needs (.venv-aiperf)
 
 $(AIPERF)/.installed: Makefile
+	@echo "installing aiperf into $(AIPERF), 0.9 GB"
 	@test -x $(AIPERF)/bin/python || $(PYTHON) -m venv $(AIPERF)
 	@$(AIPERF)/bin/python -m pip --disable-pip-version-check -qq install --no-compile aiperf==0.13.0
 	@touch $@

@@ -15,7 +15,7 @@ TERMS = {
     "transfer": "handing its KV over from the prefill to the decode worker",
     "stall": "how long streams that run there already stand still or are slowed while it is computed, weighted",
     "batch": "what the other streams there add to the steps of this one, and it to theirs",
-    "interference": "what later prompts that are computed there will hold this stream up, and it those of neighbours",
+    "interference": "how long later prompts there will hold this stream up, and it prompts of workers on its core",
     "waking": "what the first stream on a resting core costs the streams on other cores of the host",
 }
 """In seconds of cost each, shown as milliseconds; `batch` and what follows it are for the whole expected answer."""
