@@ -239,7 +239,7 @@ class EngineStats:
     `step_started` is `time.time()` since when progress is due (0 when idle): when the running step began, or since when
     the engine had work, or a message to take, and did nothing. `step_predicted_s` is how long that was expected to
     take: `baton.engine.progress` tells a long step from a stuck engine. `prefill_tok_s` and `decode_step_s` are
-    learnt (exponential averages).
+    learnt (exponential averages). `batch_blocks` are not free, and others get them when they want them.
     """
 
     running: int = 0
@@ -268,6 +268,7 @@ class EngineStats:
     batch_queued_tokens: int = 0
     batch_preemptions: int = 0
     given_up_steps: int = 0
+    batch_blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.ClearCacheReply(dropped=await self._context.engine.clear_cache())
 
     async def PauseBatch(self, request: pb.PauseBatchRequest, context: object) -> pb.PauseBatchReply:
-        # NaN and what is negative pause nothing.
-        seconds = min(request.seconds, MOST_PAUSE_S) if request.seconds > 0 else 0.0
-        await self._context.engine.pause_batch(seconds)
+        if request.seconds > 0:  # neither NaN nor what is over already
+            await self._context.engine.pause_batch(min(request.seconds, MOST_PAUSE_S))
         return pb.PauseBatchReply()
 
     async def Embed(self, request: pb.EmbedRequest, context: object) -> pb.EmbedReply:

@@ -33,7 +33,7 @@ def load(context: WorkerContext) -> pb.Load:
         queued_prefill_tokens=stats.queued_prefill_tokens - stats.batch_queued_tokens,
         queued_short_tokens=stats.queued_short_tokens,
         blocks_total=stats.blocks_total,
-        blocks_free=stats.blocks_free,
+        blocks_free=min(stats.blocks_total, stats.blocks_free + stats.batch_blocks),
         prefill_tok_s=stats.prefill_tok_s,
         decode_step_s=stats.decode_step_s,
         draining=context.draining,

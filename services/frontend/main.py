@@ -22,6 +22,7 @@ from services.frontend.api_keys import ApiKeys
 from services.frontend.app import create_app
 from services.frontend.batches.answer import CHAT, RESPONSES, Answerer
 from services.frontend.batches.batches import Batches
+from services.frontend.batches.idle import ARRIVING_S
 from services.frontend.batches.lane import Lane
 from services.frontend.batches.look import Look
 from services.frontend.batches.metrics import BatchMetrics
@@ -45,8 +46,6 @@ from services.frontend.settings import FrontendSettings
 
 BODIES_HELD = 8
 """Bodies of the largest size that may be held at once until they are read."""
-ARRIVING_S = 0.1
-"""A request that was let in may be on its way to a worker for so long."""
 
 
 def main() -> None:

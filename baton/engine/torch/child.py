@@ -97,6 +97,8 @@ class EngineProcess:
         )
         self._steps = 0
         self._checks: list[int] = []
+        self._held_back: list[m.Reserve] = []
+        """Reservations that wait for the end of the step: then the batch lane can give its blocks back."""
         self._due = (0.0, 0.0)
         self._taken = 0
         self._requests = msgspec.msgpack.Decoder(Request)
@@ -138,7 +140,7 @@ class EngineProcess:
 
     def _grammar_done(self) -> None:
         with self._wake:
-            self._scheduler.hurry()
+            self._scheduler.grammar_done()
             self._wake.notify()
 
     def send(self, *messages: object) -> None:
@@ -177,7 +179,7 @@ class EngineProcess:
         scheduler = self._scheduler
         match message:
             case m.Reserve():
-                return [self._reserve(message), *self._cache_change()]
+                return [*self._reserve(message), *self._cache_change()]
             case m.Settle():
                 for slot in message.slots:
                     self._pool.settle(slot)
@@ -192,8 +194,8 @@ class EngineProcess:
                 try:
                     scheduler.embed(message.job, message.ids, message.deadline, batch=message.batch)
                 except BatonError as error:
-                    return [m.Failed(message.job, error.reason.name, error.message)]
-                return []
+                    return [m.Failed(message.job, error.reason.name, error.message), *self._dropped()]
+                return self._dropped()
             case m.PauseBatch():
                 scheduler.pause_batch(message.seconds)
                 return []
@@ -204,6 +206,8 @@ class EngineProcess:
                 return [m.Answer(message.call, [], self._pool.clear()), *self._cache_change()]
             case _:
                 job = scheduler.job(message.job)
+                if isinstance(message, m.Release):
+                    self._held_back = [held for held in self._held_back if held.job != message.job]
                 if job is not None:
                     return self._take_for(message, job)
                 return [m.Swapped(message.call, [])] if isinstance(message, m.Swap) else []
@@ -241,16 +245,28 @@ class EngineProcess:
         calls, self._checks = self._checks, []
         return [m.Answer(call, self._scheduler.check_integrity(), 0) for call in calls]
 
-    def _reserve(self, message: m.Reserve) -> object:
+    def _reserve(self, message: m.Reserve) -> list[object]:
+        """The answer; none yet when it is held back."""
         try:
             request = self._requests.decode(message.request)
-            job = self._scheduler.reserve(message.job, request, message.keys, message.tail_key, message.decode_room)
-        except BatonError as error:
-            return m.Refused(message.job, error.reason.name, error.message, error.param or "")
         except msgspec.ValidationError as error:
-            return m.Refused(message.job, Reason.INVALID_REQUEST.name, str(error), "")
+            return [m.Refused(message.job, Reason.INVALID_REQUEST.name, str(error), "")]
+        scheduler = self._scheduler
+        try:
+            job = scheduler.reserve(message.job, request, message.keys, message.tail_key, message.decode_room)
+        except BatonError as error:
+            if error.reason is Reason.NO_CAPACITY and not request.batch and scheduler.batch_in_step:
+                scheduler.hurry()
+                self._held_back.append(message)
+                return self._dropped()
+            refused = m.Refused(message.job, error.reason.name, error.message, error.param or "")
+            return [refused, *self._dropped()]
         blocks = -(-len(job.prompt) // BLOCK_SIZE)
-        return m.Reserved(job.id, job.primary.slots[:blocks], job.hit_tokens)
+        return [m.Reserved(job.id, job.primary.slots[:blocks], job.hit_tokens), *self._dropped()]
+
+    def _dropped(self) -> list[object]:
+        text = "others want the blocks"
+        return [m.Failed(job.id, Reason.NO_CAPACITY.name, text) for job in self._scheduler.take_dropped()]
 
     def _cache_change(self) -> list[object]:
         stored, removed = self._pool.changes()
@@ -322,7 +338,10 @@ class EngineProcess:
             take_in()
             self._steps += 1
             self._due = (0.0, 0.0)
+            held, self._held_back = self._held_back, []
+            answers = [answer for message in held for answer in self._reserve(message)]
             self._publish()
+            self._outbox.extend(answers)
             self._post(outcome)
             self._outbox.extend(self._check())
         self._flush()
@@ -331,6 +350,7 @@ class EngineProcess:
         """What a step has to tell, sealed blocks before the end of their prompt. Under the lock."""
         post = self._outbox
         post.extend(self._cache_change())
+        post.extend(self._dropped())
         for job in outcome.announce:
             post.extend([] if job.released else self._announce(job))
         post.extend(prefilled_message(job.id, done) for job, done in outcome.prefilled)
@@ -375,6 +395,7 @@ class EngineProcess:
                 batch_queued_tokens=batch_tokens,
                 batch_preemptions=scheduler.batch_preemptions,
                 given_up_steps=scheduler.given_up_steps,
+                batch_blocks=scheduler.batch_blocks,
             ),
             self._taken,
         )

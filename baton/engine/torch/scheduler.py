@@ -71,6 +71,7 @@ class Scheduler:
         self._order = 0
         self._urgent = False
         self._batch_paused_until = 0.0
+        self._dropped: list[Job] = []
         self.preemptions = 0
         self.batch_preemptions = 0
         self.given_up_steps = 0
@@ -123,6 +124,22 @@ class Scheduler:
         """Of the batch lane: sequences that generate, those that wait, and prompt tokens of these."""
         waiting = [s for s in (*self._waiting, *self._embedding) if s.job.batch]
         return sum(s.job.batch for s in self._running), len(waiting), sum(s.remaining for s in waiting)
+
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks that only the batch lane holds and gives back when others want them."""
+        giving = (s for s in (*self._running, *self._waiting, *self._embedding) if s.job.batch and self._gives(s))
+        return len({slot for s in giving for slot in s.slots if self.pool.slot(slot).refs == 1})
+
+    @property
+    def batch_in_step(self) -> bool:
+        """Whether the step under way has something of the batch lane, whose blocks are not to be had before its end."""
+        return any(job.batch for job in self._in_step)
+
+    def take_dropped(self) -> list[Job]:
+        """Embeddings of the batch lane that lost their blocks since this was asked last, and are forgotten."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     @property
     def pinned(self) -> int:
@@ -180,7 +197,16 @@ class Scheduler:
             raise PoolFull(f"{needed} blocks wanted, and {owed} of {self.pool.available} are promised")
         if request.batch and self._jobs and needed + self._kept > self.pool.available:
             raise PoolFull(f"{needed} blocks wanted for the batch lane, which leaves {self._kept} to others")
+        firm = self._firm() if request.batch else 0
+        if firm and firm + needed > self._kept:
+            raise PoolFull(f"{firm} blocks are what the batch lane cannot give back; {needed} more are too many")
         return self.pool.take(needed)
+
+    def _firm(self) -> int:
+        """Blocks of the batch lane that somebody reads or writes from outside: it cannot give them back."""
+        return sum(
+            len(s.slots) for job in self._jobs.values() if job.batch for s in job.sequences if not self._gives(s)
+        )
 
     def _owed(self, *, batch: bool) -> int:
         """Blocks that waiting sequences lack; those of the batch lane have no claim before others."""
@@ -288,13 +314,18 @@ class Scheduler:
             self._own_copy(primary, last)
 
     def hurry(self) -> None:
-        """Somebody, perhaps not of the batch lane, can go on since the step under way was planned."""
+        """Somebody who is not of the batch lane waits for the end of the step under way."""
         self._urgent = True
+
+    def grammar_done(self) -> None:
+        """One is compiled: who waits for it can go on."""
+        self._urgent |= any(not s.job.batch for s in (*self._running, *self._waiting))
 
     def pause_batch(self, seconds: float) -> None:
         """See `Engine.pause_batch`."""
-        self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
-        self.hurry()
+        if seconds > 0:
+            self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
+            self.hurry()
 
     # ---- steps
 
@@ -380,7 +411,7 @@ class Scheduler:
             pass
         alone = all(job.batch for job in self._jobs.values())
         while self.pool.available < self._kept and (victims := self._victims()) and not (alone and len(victims) == 1):
-            self._preempt(victims[-1])
+            self._lose(victims[-1])
 
     def _shed(self, blocks: int) -> None:
         """Take blocks from the batch lane until `blocks` are to be had, or it has no more to give."""
@@ -391,16 +422,31 @@ class Scheduler:
         """The youngest of the batch lane loses its place and its blocks; False when there is none that can."""
         victims = self._victims()
         if victims:
-            self._preempt(victims[-1])
+            self._lose(victims[-1])
         return bool(victims)
 
+    def _lose(self, victim: Sequence) -> None:
+        """It goes on later; an input that is embedded is made again, by whoever asked for it."""
+        if victim.job.phase is Phase.EMBED:
+            self.batch_preemptions += 1
+            self._dropped.append(victim.job)
+            self._forget(victim.job)
+        else:
+            self._preempt(victim)
+
     def _victims(self) -> list[Sequence]:
-        """Sequences of the batch lane that can give their blocks up now, oldest first. Not in mid-step; not prompts
-        that a peer reads, or whose log probabilities are half told."""
-        lines = (*self._running, *self._waiting)
+        """Sequences of the batch lane that can give their blocks up now, oldest first: not in mid-step."""
+        lines = (*self._running, *self._waiting, *self._embedding)
         found = (s for s in lines if s.job.batch and s.slots and s.job not in self._in_step)
-        giving = (s for s in found if s.job.phase is Phase.GENERATE and not (s.forks and s.job.wants_prompt_logprobs))
-        return sorted(giving, key=lambda s: s.job.order)
+        return sorted((s for s in found if self._gives(s)), key=lambda s: s.job.order)
+
+    @staticmethod
+    def _gives(sequence: Sequence) -> bool:
+        """Whether it can give its blocks up: not a prompt that a peer reads or that is being loaded, nor one whose log
+        probabilities are half told."""
+        job = sequence.job
+        told = sequence.forks and job.wants_prompt_logprobs
+        return job.phase is Phase.EMBED or (job.phase is Phase.GENERATE and not told)
 
     def _logits(self, sequence: Sequence, count: int) -> Logits:
         job = sequence.job

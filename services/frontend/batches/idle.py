@@ -4,9 +4,10 @@ Workers that compute on the same thing (a core; a host, unless they say what the
 
 - A worker's idle places are its streams less what others run and wait for there.
 - While others have work somewhere in a group, or had some a moment ago, nothing new of the lane starts there.
-- What runs on a worker whose engine yields keeps its place: the engine sees to each of its steps. It pauses while
-  others of the group have work, or a request is on its way to nobody knows whom. Stopping it would cost more than it
-  frees: an abort and a new attempt for each line, just when the processors are wanted.
+- What runs on a worker whose engine yields keeps its place: the engine sees to each of its steps, and gives others its
+  blocks. It pauses while others of the group have work, or a request is on its way to nobody knows whom. Stopping it
+  would cost more than it frees: an abort and a new attempt for each line, just when the processors are wanted. Only
+  those whose prompt is not computed yet leave, when it takes long: they hold blocks that cannot be given to others.
 - What runs on any other worker stops while others have work in its group.
 - A worker that shares with nobody and whose engine yields takes what it has places for.
 """
@@ -17,6 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+PAUSE_S = 0.3
+"""A pause, to be told again while it is wanted: a frontend that dies ends no lane."""
+ARRIVING_S = 0.1
+"""A pause for a request that is on its way: by then it is somewhere, or was refused."""
 QUIET_S = 0.3
 """A group is idle when nothing else was there for so long: chats come in turns."""
 
@@ -48,12 +53,13 @@ class Seen:
 @dataclass(frozen=True)
 class Room:
     """`start`: new ones may start while there are fewer; `keep`: more than so many give their places up; `prompts`:
-    those may stay, too, whose prompt is being computed, wherever that is; `pause`: none of them computes for now."""
+    those may stay for long, too, whose prompt is being computed, wherever that is; `pause_s`: for so long none of them
+    is to compute."""
 
     start: int
     keep: int
     prompts: bool = True
-    pause: bool = False
+    pause_s: float = 0.0
 
 
 def rooms(seen: Sequence[Seen], arriving: bool) -> dict[str, Room]:
@@ -71,8 +77,9 @@ def _room(worker: Seen, beside: Sequence[Seen], arriving: bool) -> Room:
         return Room(idle, places)
     elsewhere = any(other.interactive for other in beside)
     busy = arriving or any(w.interactive or w.quiet_s < QUIET_S for w in (worker, *beside))
-    if worker.yields:
-        return Room(0 if busy else idle, places, pause=elsewhere or arriving)
     alone = not (elsewhere or worker.interactive)
+    if worker.yields:
+        pause_s = PAUSE_S if elsewhere else ARRIVING_S if arriving else 0.0
+        return Room(0 if busy else idle, places, prompts=alone, pause_s=pause_s)
     keep = idle if alone else 0
     return Room(0 if busy else keep, keep, prompts=alone)

@@ -19,8 +19,8 @@ from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.turn import Asking
 
 TICK_S = 0.02
-PAUSE_S = 0.4
-"""Workers are told to pause for so long, and told again when half of it is over: a frontend that dies ends no lane."""
+LONG_S = 1.0
+"""After so long those leave whose prompt cannot be computed for now, one at a time: each costs others an abort."""
 BACKOFF_S = (0.1, 2.0)
 ANYWHERE = ""
 """The place of a request that no worker could run: the router says so."""
@@ -43,7 +43,9 @@ class Lane:
         self._arriving = arriving
         self._pause = pause
         self._paused: dict[str, float] = {}
-        """When each was told last, of those that are to pause."""
+        """Until when workers pause, by `time.monotonic()`."""
+        self._no_prompts: dict[str, float] = {}
+        """Since when there are no prompts to be computed on workers."""
         self._came = asyncio.Event()
         self._metrics = metrics
         self._waiting: dict[Place, None] = {}
@@ -84,8 +86,11 @@ class Lane:
         room = rooms(seen, self._arriving())
         self._workers = {worker.id for worker in seen if worker.streams}
         self._places = sum(one.start for one in room.values())
-        self._take_away(room)
-        self._pause_those({id for id, one in room.items() if one.pause} if self._placed else set())
+        now = time.monotonic()
+        self._no_prompts = {id: self._no_prompts.get(id, now) for id, one in room.items() if not one.prompts}
+        self._take_away(room, now)
+        if self._placed:
+            self._pause_those({id: one.pause_s for id, one in room.items() if one.pause_s}, now)
         self._give(seen, room)
         self._metrics.running.set(sum(place.outputs for place in self._placed))
         self._metrics.waiting.set(len(self._waiting))
@@ -101,8 +106,9 @@ class Lane:
         """The workers that are not this one."""
         return () if worker == ANYWHERE else self._workers - {worker}
 
-    def _take_away(self, room: dict[str, Room]) -> None:
+    def _take_away(self, room: dict[str, Room], now: float) -> None:
         used = self.used()
+        stuck = {id for id, since in self._no_prompts.items() if now - since >= LONG_S}
         for place in reversed(list(self._placed)):
             left = room.get(place.worker)
             if left is None:
@@ -112,20 +118,21 @@ class Lane:
                 continue
             # One may be larger than all the places that there are.
             fits = used[place.worker] <= left.keep or (left.keep and used[place.worker] == place.outputs)
-            if fits and (left.prompts or place.asking.begun()):
+            if fits and (place.worker not in stuck or place.asking.begun()):
                 continue
+            if fits:
+                stuck = set()
             used[place.worker] -= place.outputs
             self._metrics.gave_way.inc()
             self.give_back(place)
             place.asking.give_way()
 
-    def _pause_those(self, workers: Collection[str]) -> None:
-        now = time.monotonic()
-        self._paused = {id: told for id, told in self._paused.items() if id in workers}
-        for id in workers:
-            if now - self._paused.get(id, -PAUSE_S) >= PAUSE_S / 2:
-                self._paused[id] = now
-                self._pause(id, PAUSE_S)
+    def _pause_those(self, seconds: dict[str, float], now: float) -> None:
+        self._paused = {id: until for id, until in self._paused.items() if until > now}
+        for id, pause_s in seconds.items():
+            if self._paused.get(id, 0.0) < now + pause_s / 2:
+                self._paused[id] = now + pause_s
+                self._pause(id, pause_s)
 
     def _give(self, seen: Sequence[Seen], room: dict[str, Room]) -> None:
         used = self.used()

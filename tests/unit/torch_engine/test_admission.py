@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,5 +228,47 @@ async def test_cache_events_that_nobody_reads(tiny_model: Path) -> None:
             first = await anext(events)
         assert first[0].cleared
         assert {key for event in first for key in event.stored} >= set(block_keys(ROOT, PROMPT))
+    finally:
+        await client.close()
+
+
+async def test_others_get_the_blocks_of_the_batch_lane_at_any_moment(tiny_model: Path) -> None:
+    """In the middle of its steps too; and whoever leaves meanwhile leaves nothing behind."""
+    client = Client(make_engine(tiny_model, blocks=40))
+    await client.engine.start()
+    try:
+        lines = [replace(request([n] * 140, max_tokens=200), batch=True) for n in range(5)]
+        streams = [await client.submit(line) for line in lines]
+        for n in range(60):
+            await asyncio.sleep(0.003 * (n % 5))
+            asking = asyncio.create_task(client.engine.reserve(request([n] * 32 * 30)))
+            if n % 3:
+                await (await asking).release()
+                continue
+            await asyncio.sleep(0.001)
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await asking).release()
+        for stream in streams:
+            assert len(await stream.tokens()) == 200
+        await client.idle()
+    finally:
+        await client.close()
+
+
+async def test_an_input_of_the_batch_lane_makes_room(tiny_model: Path) -> None:
+    client = Client(make_engine(tiny_model, blocks=40))
+    await client.engine.start()
+    try:
+        await client.engine.pause_batch(3600.0)
+        making = asyncio.create_task(client.engine.embed([3] * 32 * 29, time.time() + HANG_S, batch=True))
+        async with asyncio.timeout(HANG_S):
+            while not client.engine.stats().batch_blocks:  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0.01)
+        await (await client.engine.reserve(request([4] * 32 * 30))).release()
+        with pytest.raises(BatonError, match="others want the blocks") as caught:
+            await making
+        assert caught.value.reason is Reason.NO_CAPACITY
+        await client.idle()
     finally:
         await client.close()

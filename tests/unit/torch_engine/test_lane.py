@@ -294,3 +294,44 @@ def test_a_pause_ends_by_itself(kv: FakeKv) -> None:
     while kv.scheduler.has_work():
         planned(kv)
         assert time.monotonic() < end
+
+
+# ---- blocks
+
+
+def test_prompts_that_cannot_be_given_back_have_a_quarter_at_most(kv: FakeKv) -> None:
+    """Six of 24 blocks; what generates, or is embedded, may have more, for it gives them back."""
+    first = kv.reserve(lined("b", 10 * BLOCK))
+    with pytest.raises(BatonError, match="cannot give back"):
+        kv.reserve(lined("c", 1))
+    kv.scheduler.release(first)
+    for uid in "bc":
+        kv.scheduler.prefill(kv.reserve(lined(uid, 2 * BLOCK)))
+    assert kv.scheduler.batch_blocks == 0
+    with pytest.raises(BatonError, match="6 blocks are what the batch lane cannot give back"):
+        kv.reserve(lined("d", 1))
+
+
+def test_what_generates_is_free_for_others_before_it_has_ended(kv: FakeKv) -> None:
+    start(kv, lined("b", 6 * BLOCK, max_tokens=6))
+    start(kv, lined("c", 6 * BLOCK, max_tokens=6))
+    held = kv.scheduler.batch_blocks
+    assert held == kv.scheduler.pinned == 14
+    job = kv.reserve(asked("a", 13 * BLOCK))
+    assert kv.scheduler.batch_preemptions == 1
+    assert kv.scheduler.batch_blocks == 7
+    kv.scheduler.release(job)
+    while kv.scheduler.has_work():
+        planned(kv)
+    assert kv.scheduler.check_integrity() == []
+
+
+def test_an_input_of_the_lane_gives_its_blocks_back_and_is_told_to_come_again(kv: FakeKv) -> None:
+    mine = kv.embed([1] * 15 * BLOCK, batch=True)
+    assert kv.scheduler.batch_blocks == 15
+    kv.scheduler.release(kv.reserve(asked("a", 8 * BLOCK)))
+    assert kv.scheduler.take_dropped() == []
+    kv.scheduler.release(kv.reserve(asked("a", 9 * BLOCK)))
+    assert kv.scheduler.take_dropped() == [mine]
+    assert kv.scheduler.take_dropped() == []
+    assert kv.scheduler.check_integrity() == []

@@ -320,6 +320,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not outcome.failed
 
     @invariant()
+    def the_lane_can_give_back(self) -> None:
+        """All but a quarter of the pool, or what one request has; those that lost an input make it again."""
+        if hasattr(self, "kv"):
+            scheduler = self.kv.scheduler
+            self.gone.update(scheduler.take_dropped())
+            firm = [job for job in self.jobs if job.batch and any(not scheduler._gives(s) for s in job.sequences)]
+            assert len(firm) <= 1 or scheduler._firm() <= scheduler._kept
+            assert scheduler.batch_blocks <= scheduler.pinned
+
+    @invariant()
     def adds_up(self) -> None:
         if not hasattr(self, "kv"):
             return
@@ -363,6 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for job in self.generating:
             if job not in self.gone and job.request.uid not in self.failed:
                 assert {(job.request.uid, c) for c in job.request.choices} <= set(self.ended), "a choice never ended"
+        self.gone.update(self.kv.scheduler.take_dropped())
         assert sorted(j.id for j in self.embedded) == sorted(j.id for j in self.embedding if j not in self.gone)
         assert self.kv.scheduler.check_integrity() == []
         assert self.kv.pool.available == SLOTS

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from services.frontend.batches.idle import QUIET_S, Room, Seen, rooms
+from services.frontend.batches.idle import ARRIVING_S, PAUSE_S, QUIET_S, Room, Seen, rooms
 
 ALONE = Seen("w", "host/gpu:0", streams=8, interactive=0, quiet_s=1e9, yields=True)
 DECODE = Seen("d", "host/", streams=8, interactive=0, quiet_s=1e9, yields=True)
 MERGED = replace(DECODE, id="m")
 PREFILL = replace(DECODE, id="p", streams=0)
 NONE, STOP = Room(0, 0), Room(0, 0, prompts=False)
-STAY, PAUSE = Room(0, 8), Room(0, 8, pause=True)
+STAY, PAUSE = Room(0, 8, prompts=False), Room(0, 8, prompts=False, pause_s=PAUSE_S)
 
 
 def of(*seen: Seen, arriving: bool = False) -> dict[str, Room]:
@@ -37,10 +37,10 @@ def test_an_idle_group_takes_what_it_has_places_for() -> None:
 
 
 def test_what_is_beside_work_of_others_pauses() -> None:
-    idle = Room(0, 0, pause=True)
+    idle = Room(0, 0, prompts=False, pause_s=PAUSE_S)
     assert of(busy(DECODE), MERGED, PREFILL) == {"d": STAY, "m": PAUSE, "p": idle}
     assert of(busy(DECODE), busy(MERGED), PREFILL) == {"d": PAUSE, "m": PAUSE, "p": idle}
-    assert of(DECODE, MERGED, busy(PREFILL)) == {"d": PAUSE, "m": PAUSE, "p": NONE}
+    assert of(DECODE, MERGED, busy(PREFILL)) == {"d": PAUSE, "m": PAUSE, "p": STOP}
 
 
 def test_work_of_others_stops_what_is_on_engines_that_do_not_yield() -> None:
@@ -56,8 +56,10 @@ def test_a_pause_is_not_the_end(quiet_s: float, start: int) -> None:
 
 
 def test_nothing_starts_or_goes_on_while_a_request_is_on_its_way() -> None:
-    assert of(DECODE, MERGED, arriving=True) == {"d": PAUSE, "m": PAUSE}
-    assert of(DECODE, replace(MERGED, yields=False), arriving=True) == {"d": PAUSE, "m": STAY}
+    short = Room(0, 8, pause_s=ARRIVING_S)
+    assert of(DECODE, MERGED, arriving=True) == {"d": short, "m": short}
+    assert of(DECODE, replace(MERGED, yields=False), arriving=True) == {"d": short, "m": Room(0, 8)}
+    assert of(busy(DECODE), MERGED, arriving=True) == {"d": replace(short, prompts=False), "m": PAUSE}
 
 
 def test_an_engine_that_does_not_yield_runs_nothing_beside_others() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from baton.errors import Reason
-from services.frontend.batches.idle import Seen
-from services.frontend.batches.lane import PAUSE_S, Lane, Place
+from services.frontend.batches.idle import ARRIVING_S, PAUSE_S, Seen
+from services.frontend.batches.lane import LONG_S, Lane, Place
 from services.frontend.batches.metrics import BatchMetrics
 from services.frontend.turn import Asking
 
@@ -36,7 +36,7 @@ class World:
         self.begun: list[Place] = []
 
     def pause(self, worker: str, seconds: float) -> None:
-        assert seconds == PAUSE_S
+        assert seconds == (ARRIVING_S if self.arriving else PAUSE_S)
         self.paused.append(worker)
         self.told.set()
 
@@ -105,16 +105,40 @@ async def test_what_runs_pauses_beside_others_and_keeps_its_place() -> None:
     for _ in range(3):
         world.lane.tick()
     assert world.paused == ["b"], "told once, for a while"
-    world.lane._paused["b"] -= PAUSE_S / 2
+    world.lane._paused["b"] -= PAUSE_S * 0.51
     world.lane.tick()
     assert world.paused == ["b", "b"], "and again before it is over"
     world.seen = shared
     world.lane.tick()
     world.arriving = True
     world.lane.tick()
-    assert sorted(world.paused) == ["a", "b", "b", "b"]
+    assert sorted(world.paused) == ["a", "b", "b"], "the one pauses for longer than that already"
     assert all(place.placed for place in places)
     assert world.gave_way == []
+    world.close()
+
+
+async def test_prompts_that_wait_for_long_leave_one_by_one() -> None:
+    shared = [replace(GPU, id=id, shares="host/") for id in ("a", "b")]
+    world = World(*shared)
+    places = [await world.ask() for _ in range(4)]
+    world.lane.tick()
+    world.begun = places[:1]
+    world.seen = [replace(shared[0], interactive=1), shared[1]]
+    world.lane.tick()
+    world.lane._no_prompts["a"] -= LONG_S
+    world.lane.tick()
+    assert world.gave_way == [place for place in places[1:] if place.worker == "a"], "on the other it is not long yet"
+    world.lane._no_prompts["b"] -= LONG_S
+    world.lane.tick()
+    assert len(world.gave_way) == 2
+    world.lane.tick()
+    world.lane.tick()
+    assert sorted(world.gave_way, key=places.index) == places[1:]
+    assert places[0].placed, "it generates"
+    world.seen = shared
+    world.lane.tick()
+    assert world.lane._no_prompts == {}
     world.close()
 
 
