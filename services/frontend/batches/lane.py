@@ -20,7 +20,9 @@ from services.frontend.turn import Asking
 
 TICK_S = 0.02
 LONG_S = 1.0
-"""After so long those leave whose prompt cannot be computed for now, one at a time: each costs others an abort."""
+"""After so long those leave whose prompt cannot be computed for now..."""
+LEAVE_S = 0.1
+"""...one at a time, so far apart: each costs others an abort."""
 BACKOFF_S = (0.1, 2.0)
 ANYWHERE = ""
 """The place of a request that no worker could run: the router says so."""
@@ -46,6 +48,8 @@ class Lane:
         """Until when workers pause, by `time.monotonic()`."""
         self._no_prompts: dict[str, float] = {}
         """Since when there are no prompts to be computed on workers."""
+        self._left_at = 0.0
+        """When one left for that."""
         self._came = asyncio.Event()
         self._metrics = metrics
         self._waiting: dict[Place, None] = {}
@@ -108,7 +112,8 @@ class Lane:
 
     def _take_away(self, room: dict[str, Room], now: float) -> None:
         used = self.used()
-        stuck = {id for id, since in self._no_prompts.items() if now - since >= LONG_S}
+        may_leave = now - self._left_at >= LEAVE_S
+        stuck = {id for id, since in self._no_prompts.items() if may_leave and now - since >= LONG_S}
         for place in reversed(list(self._placed)):
             left = room.get(place.worker)
             if left is None:
@@ -121,7 +126,7 @@ class Lane:
             if fits and (place.worker not in stuck or place.asking.begun()):
                 continue
             if fits:
-                stuck = set()
+                stuck, self._left_at = set(), now
             used[place.worker] -= place.outputs
             self._metrics.gave_way.inc()
             self.give_back(place)
