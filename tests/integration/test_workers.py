@@ -654,4 +654,4 @@ async def test_an_idle_worker_rests(fleet: Fleet) -> None:
     seconds = time.monotonic() - started
     for process, used in zip(processes, before, strict=True):
         share = (sum(process.cpu_times()[:2]) - used) / seconds
-        assert share < 0.02, f"{process.cmdline()} used {share:.1%} of a core"
+        assert share < 0.04, f"{process.cmdline()} used {share:.1%} of a core"
