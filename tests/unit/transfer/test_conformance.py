@@ -298,19 +298,23 @@ async def test_a_deadline_in_the_past_reads_nothing(remote: Remote, reader: Tran
 
 
 async def test_stopped_peer(remote: Remote, reader: Transport, way: Way) -> None:
-    """The deadline ends the wait; where the kernel copies without the peer, there is nothing to wait for."""
+    """The deadline ends the wait; where the kernel copies without the peer, there is nothing to wait for.
+
+    A second stop finds the connection in use for long, so nothing of its making is left that could need the peer.
+    """
     await reader.pair(remote.peer, soon())
-    remote.stop()
-    report = await reader.read(remote.handles(), SLOTS, short())
-    if way.needs_peer:
-        assert reasons(report) == [Reason.KV_TRANSFER_TIMEOUT] * BLOCKS
-        assert report.bytes == 0
-    else:
-        assert report.verified_prefix() == BLOCKS
-    remote.resume()
-    if report.settled is not None:
-        await asyncio.wait_for(report.settled, HANG_S)
-    assert (await reader.read(remote.handles(), SLOTS, soon())).verified_prefix() == BLOCKS
+    for stop in range(2):
+        remote.stop()
+        report = await reader.read(remote.handles(), SLOTS, short())
+        if way.needs_peer:
+            assert reasons(report) == [Reason.KV_TRANSFER_TIMEOUT] * BLOCKS
+            assert report.bytes == 0
+        elif stop == 1:
+            assert report.verified_prefix() == BLOCKS
+        remote.resume()
+        if report.settled is not None:
+            await asyncio.wait_for(report.settled, HANG_S)
+        assert (await reader.read(remote.handles(), SLOTS, soon())).verified_prefix() == BLOCKS
 
 
 async def test_late_read_corrupts_nothing(start_remote: Starter, reader: Transport, arena: Arena, way: Way) -> None:
@@ -351,6 +355,8 @@ async def test_late_read_corrupts_nothing(start_remote: Starter, reader: Transpo
 
 
 async def test_cancelled_read_corrupts_nothing(remote: Remote, reader: Transport, arena: Arena, way: Way) -> None:
+    """On the same host the read is over before it can be cancelled, but for one run of CI on a busy machine: there it
+    waited for the peer that was stopped just after it was paired. It must be right then, too."""
     await reader.pair(remote.peer, soon())
     remote.stop()
     task = asyncio.create_task(reader.read(remote.handles(8), SLOTS[:8], soon()))
@@ -358,14 +364,19 @@ async def test_cancelled_read_corrupts_nothing(remote: Remote, reader: Transport
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    assert task.cancelled() == way.needs_peer
-    assert reader.quarantined() == (set(SLOTS[:8]) if way.late else set())
-    if not reader.quarantined():
+    late = reader.quarantined()
+    if way.needs_peer:
+        assert task.cancelled()
+        assert bool(late) == way.late
+    else:
+        assert task.cancelled() == bool(late)
+    assert late in (set(), set(SLOTS[:8]))
+    if not late:
         arena.buffer[:] = b"\xa5" * arena.size  # free again: somebody else's bytes now
     remote.resume()
     await out_of_quarantine(reader)
     await asyncio.sleep(0.1)
-    assert_filler(arena, SLOTS[8:] if way.late else SLOTS)
+    assert_filler(arena, SLOTS[8:] if late else SLOTS)
     assert (await reader.read(remote.handles(), SLOTS, soon())).verified_prefix() == BLOCKS
 
 
