@@ -100,17 +100,18 @@ def service_specs(
 def shared_cores(options: Options, there: Set[int]) -> frozenset[int]:
     """Where everything but the engines runs, of the cores that are `there`; empty: wherever the kernel likes.
 
-    Off the decode engines' cores, when prefill engines are pinned to others: a stream feels whatever else its engine's
+    Off the cores that only stream, when prefill engines are pinned to others: a stream feels whatever else its engine's
     core does, a prompt hardly. Measured with one prefill and one decode on two cores (`baton bench pd`): ITL p99 48 ms
-    and 57 without, time to the first token 5 % more. Not with vLLM, whose engine is more processes than the pinned one.
+    and 57 without, time to the first token 5 % more. A merged engine beside a prefill has no core to itself anyhow.
+    Not with vLLM, whose engine is more processes than the pinned one.
     """
     if not options.cores or options.engine != "torch":
         return frozenset()
     pinned = [options.cores[n % len(options.cores)] for n in range(options.prefill + options.decode + options.merged)]
-    streaming = set(pinned[options.prefill :])
-    if not set(pinned[: options.prefill]) - streaming:
+    prefilling, streaming = set(pinned[: options.prefill]), set(pinned[options.prefill :])
+    if not prefilling or not streaming - prefilling:
         return frozenset()
-    return frozenset(there) - streaming
+    return frozenset(there) - (streaming - prefilling)
 
 
 def _cores(cores: tuple[int, ...]) -> Iterator[list[str]]:

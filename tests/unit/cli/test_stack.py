@@ -89,7 +89,8 @@ def test_prefill_workers_may_have_a_chunk_size_of_their_own() -> None:
     [
         (Options(merged=0, cores=(0, 1)), {0, 2, 3}),  # prefill on 0, decode on 1
         (Options(merged=0, prefill=2, cores=(0, 1, 2)), {0, 1, 3}),
-        (Options(merged=1, cores=(0, 1)), set()),  # core 0 streams too: nothing to keep off for
+        (Options(merged=1, cores=(0, 1)), {0, 2, 3}),  # the merged one shares core 0 with the prefill
+        (Options(merged=0, cores=(0,)), set()),  # no core only streams
         (Options(merged=2, prefill=0, decode=0, cores=(0, 1)), set()),
         (Options(merged=0), set()),
         (Options(merged=0, cores=(0, 1), engine="vllm"), set()),
