@@ -40,7 +40,8 @@ class Found:
 
 
 class PrefixIndex:
-    """At most `max_keys` keys; beyond that the ones known longest are forgotten (`dropped` counts them)."""
+    """At most `max_keys` keys; beyond that those are forgotten that were told or asked for the longest ago (`dropped`
+    counts them)."""
 
     def __init__(self, max_keys: int) -> None:
         self._places = Places(max_keys)
