@@ -121,10 +121,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             prefill, worker = route.prefill or outcome.prefill, route.worker or outcome.worker
             self._rates.moved(prefill, worker, route.kv_bytes, route.kv_seconds, route.transport)
             if route.store:
-                loader = prefill if route.mode == worker_pb2.MODE_DISAGGREGATED else worker
-                self._loads.loaded(
-                    route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
-                )
+                self._learn_load(route, prefill if route.mode == worker_pb2.MODE_DISAGGREGATED else worker)
             if not outcome.reason:
                 self._rates.answered(outcome.output_tokens)
         return router_pb2.ReportReply()
@@ -160,6 +157,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return worker_pb2.CheckIntegrityReply(
             findings=self._index.check_integrity() + self._reservations.check_integrity()
         )
+
+    def _learn_load(self, route: worker_pb2.RouteTaken, loader: str) -> None:
+        """What a load took, unless one of the two is gone: nothing would forget it again."""
+        if self._stores.has(route.store) and self._workers.has(loader):
+            self._loads.loaded(
+                route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
+            )
 
     def _in_state(self, state: str) -> int:
         return sum(self._workers.state(known) == state for known in self._workers.all())

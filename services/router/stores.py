@@ -85,6 +85,10 @@ class Stores:
         """Every store."""
         return self._known.values()
 
+    def has(self, id: str) -> bool:
+        """Whether the registry has it."""
+        return id in self._known
+
     def usable(self, id: str) -> registry_pb2.KvStore | None:
         """The store of that id, when a plan may count on it."""
         known = self._known.get(id)

@@ -303,6 +303,30 @@ async def test_a_store_that_brought_nothing_is_in_no_plan_for_a_while(face: Face
     assert "s" in by_loader.values()
 
 
+async def test_a_load_told_late_brings_nobody_back(face: Face) -> None:
+    async def told(store: str, worker: str, prefill: str = "") -> None:
+        mode = worker_pb2.MODE_DISAGGREGATED if prefill else worker_pb2.MODE_MERGED
+        route = worker_pb2.RouteTaken(
+            mode=mode, worker=worker, prefill=prefill, store=store, store_tier="host", store_seconds=0.1, store_bytes=9
+        )
+        outcome = router_pb2.Outcome(uid="a", route=route)
+        await face.service.Report(router_pb2.ReportRequest(outcomes=[outcome]), NO_CONTEXT)
+
+    face.add_store("s")
+    await told("s", "m1")
+    await told("s", "d1", "p1")
+    assert len(face.loads) == 2
+    for id in ("m1", "p1"):
+        face.workers.registered(id, None)
+        face.loads.forget(id)
+    await told("s", "m1")
+    await told("s", "d1", "p1")
+    assert len(face.loads) == 0
+    face.stores.registered("s", None)
+    await told("s", "d1")
+    assert len(face.loads) == 0
+
+
 async def test_keys_that_are_none_are_refused(face: Face) -> None:
     reply = await face.service.Route(face.request(keys=[b"short"]), NO_CONTEXT)
     assert (reply.failure.reason, reply.failure.param) == ("INVALID_REQUEST", "keys")
