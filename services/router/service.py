@@ -67,6 +67,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         metrics.index_keys.set_function(lambda: len(index))
         metrics.index_dropped.set_function(lambda: index.dropped)
         metrics.index_gaps.set_function(lambda: index.gaps)
+        metrics.expected_keys.set_function(lambda: len(speculation))
+        metrics.expectations_refused.set_function(lambda: speculation.refused)
         metrics.reservations.set_function(lambda: len(reservations))
         metrics.reservations_expired.set_function(lambda: reservations.expired)
         for state in ("serving", "degraded", "draining", "quarantined"):

@@ -327,6 +327,16 @@ async def test_a_load_told_late_brings_nobody_back(face: Face) -> None:
     assert len(face.loads) == 0
 
 
+async def test_what_is_expected_and_what_was_refused_is_counted(face: Face) -> None:
+    await face.route(keys=KEYS)
+    assert face.counted("baton_router_expected_keys") == 10
+    assert face.counted("baton_router_expectations_refused") == 0
+    face.speculation._max_keys = 19
+    await face.route(keys=[bytes([100 + n]) * 16 for n in range(10)])
+    assert face.counted("baton_router_expected_keys") == 10
+    assert face.counted("baton_router_expectations_refused") == 1
+
+
 async def test_keys_that_are_none_are_refused(face: Face) -> None:
     reply = await face.service.Route(face.request(keys=[b"short"]), NO_CONTEXT)
     assert (reply.failure.reason, reply.failure.param) == ("INVALID_REQUEST", "keys")
