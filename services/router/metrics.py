@@ -31,7 +31,7 @@ class RouterMetrics:
         self.index_dropped = Gauge("baton_router_index_dropped", "Keys forgotten at the bound", registry=registry)
         self.index_gaps = Gauge("baton_router_index_gaps", "Gaps in workers' cache events", registry=registry)
         self.expected_keys = Gauge(
-            "baton_router_expected_keys", "Block keys that plans have computed and no worker has told", registry=registry
+            "baton_router_expected_keys", "Block keys that are being computed, not told yet", registry=registry
         )
         self.expectations_refused = Gauge(
             "baton_router_expectations_refused", "Plans whose keys were not expected, at the bound", registry=registry

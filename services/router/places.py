@@ -8,9 +8,9 @@ mask read, so a walk is exact whatever was removed, and rows that lie apart only
 Equal masks become one integer object within an event, which saves memory (an integer of 1,000 bits takes 160 bytes) and
 lets a walk see without a look inside that a mask is the one before.
 
-Each row has the era in which its key was told first or a walk last matched it, one byte, written for a whole run at once.
-At the bound those of the oldest era go, the highest rows first: a key is of no use without those before it, which a
-walk always marks with it, and which lie below it when they were told together.
+Each row has the era in which its key was told first or a walk last matched it: one byte, written for a whole run at
+once. At the bound those of the oldest era go, the highest rows first: a key is of no use without those before it, which
+a walk always marks with it, and which lie below it when they were told together.
 """
 
 from __future__ import annotations
