@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from baton.kv.keys import KEY_BYTES, split_keys
 from services.router.places import Places
 
-TIERS = ("device", "host", "nvme")
-"""Best first; a tier of another name counts as slower than all of these."""
+TIERS = ("host", "device", "nvme")
+"""Best first: readers READ host memory, so a store's device blocks come up through it like those of its disk. A tier of
+another name counts as slower than all of these."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 LOOKUP_S = 0.005
 """Assumed of every load beyond what the tier itself takes: a Lookup call and a verification."""
-DEFAULT_BYTES_S = {"device": 2e9, "host": 1e9, "nvme": 5e8}
+DEFAULT_BYTES_S = {"host": 1e9, "device": 1e9, "nvme": 5e8}
 SLOWEST_BYTES_S = 2e8
 """Of a tier that is not known and tells nothing."""
 PRIOR_BYTES = 16 * 2**20

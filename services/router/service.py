@@ -17,7 +17,7 @@ from services.router import costs, explain, policy
 from services.router.index import PrefixIndex
 from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
-from services.router.prefetch import QUICK_TIERS, Prefetcher
+from services.router.prefetch import READABLE_TIER, Prefetcher
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
 from services.router.shortlist import Fleet
@@ -228,7 +228,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _prefetch(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate, load: Load) -> None:
         """Let the store begin with what it has to bring up first."""
         store = self._stores.usable(load.store)
-        if store is None or load.tier in QUICK_TIERS:
+        if store is None or load.tier == READABLE_TIER:
             return
         size = (winner.prefill or winner.worker).block_size
         wanted = split_keys(_physical(keys, size))[winner.cached_tokens // size : load.tokens // size]

@@ -272,12 +272,22 @@ async def test_what_is_loaded_is_not_reserved_as_work(face: Face) -> None:
     assert face.reservations.on(computes).prefill_tokens == 8
 
 
-async def test_a_slow_tier_is_told_to_begin(face: Face) -> None:
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+async def test_a_tier_that_nobody_reads_from_is_told_to_begin(face: Face, tier: str) -> None:
     keys = [bytes([n]) * 16 for n in range(40)]
-    face.add_store("s", "nvme", keys=keys)
+    face.add_store("s", tier, keys=keys)
     plan = (await face.route(prompt_tokens=1000, keys=keys[:31])).plan
-    assert plan.store_tier == "nvme"
+    assert plan.store_tier == tier
     assert face.hints == [("s", 31)]
+
+
+async def test_a_block_that_can_be_read_is_not_waited_for_on_the_device(face: Face) -> None:
+    keys = [bytes([n]) * 16 for n in range(40)]
+    face.add_store("s", "host", keys=keys)
+    face.index.apply("s", 7, 2, stored=keys, removed=(), cleared=False, tier="device")
+    plan = (await face.route(prompt_tokens=1000, keys=keys[:31])).plan
+    assert plan.store_tier == "host"
+    assert face.hints == []
 
 
 async def test_a_prompt_with_logprobs_loads_nothing(face: Face) -> None:
