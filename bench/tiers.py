@@ -8,6 +8,10 @@ the client, medians over prompts:
 - host, nvme, remote: the worker has forgotten it and the store holds it, in shared memory, on its disk only, or behind
   tcp instead of shared memory. What the router then decides is what is measured: below some length it recomputes.
 
+A figure that is not of the tier it names ends the run with an error: the worker says for each prompt what it found
+where, the store how many blocks it loaded from its disk meanwhile, and the kernel how many bytes that process fetched
+from a device, so neither the host tier nor the page cache can pass for the disk.
+
 Then the same for lengths from 16 tokens on, where a hit must never be slower than a miss; and conversations of several
 turns with a common system prompt, against the same ones in which no two prompts share a token's KV. The gain stands
 beside 1 / (1 - p h): p is the share of the run without reuse that prefill took, h the share of prompt tokens found.
@@ -24,16 +28,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from baton.cli.process import Record, records
+from baton.kv.keys import BLOCK_SIZE
 from baton.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from bench.conversations import talk
 from bench.load import Answer, stream
@@ -44,22 +51,43 @@ SUFFIX = 16
 LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
 IDS = range(1000, 20000)
 """Ordinary words of the vocabulary."""
+LOADED = "baton_kvstore_tier_operations_total"
+"""The store's metric of what its lower tiers did."""
 WAIT_S = 60.0
 CALL_S = 10.0
 AGAIN_S = 11.0
 """After so long a worker offers a block again that its store has: the store's second sighting."""
 FORGOTTEN_S = 3.0
 """The router goes on expecting blocks for a while where it had them computed."""
+OF_THE_TIER = 0.9
+"""Of what was found in the store, the share that must have come from the tier which a figure names."""
 ONE = ("--prefill", "0", "--decode", "0", "--merged", "1")
 
 
 @dataclass(frozen=True)
+class Disk:
+    """Blocks that the store's disk tier loaded, and bytes that the store's process fetched from devices: since its
+    start, or meanwhile. `block_bytes` is what one block takes there, `how` the way it reads; empty without a disk."""
+
+    blocks: int = 0
+    fetched: int = 0
+    block_bytes: int = 0
+    how: str = ""
+
+    def since(self, before: Disk) -> Disk:
+        """What was added."""
+        return replace(self, blocks=self.blocks - before.blocks, fetched=self.fetched - before.fetched)
+
+
+@dataclass(frozen=True)
 class Measured:
-    """TTFT in seconds of each prompt, and how many of its tokens came from the worker's pool or a store."""
+    """TTFT in seconds of each prompt, how many of its tokens came from the worker's pool or a store, and what the
+    store's disk did meanwhile."""
 
     ttft: list[float]
     cached: list[int]
     stored: list[int]
+    disk: Disk = Disk()
 
     @property
     def median(self) -> float:
@@ -132,7 +160,7 @@ def ask(run: Run, prompts: Sequence[Sequence[int]], tokens: int = 4) -> Measured
     )
 
 
-def by_tier(run: Run, length: int, count: int, evict: int = 0) -> dict[str, Measured]:
+def by_tier(run: Run, length: int, count: int, *, evict: bool = False) -> dict[str, Measured]:
     """Recompute, device, and what the store holds, for `count` prefixes of `length` tokens. With `evict` other prompts
     then push them out of the store's memory; they have been offered twice before, as its disk wants."""
     ask(run, [words(length)])  # paths are warm
@@ -144,18 +172,65 @@ def by_tier(run: Run, length: int, count: int, evict: int = 0) -> dict[str, Meas
         time.sleep(AGAIN_S)
         ask(run, prefixes)
         settled(run)
-        ask(run, [words(length) for _ in range(evict)])
-        settled(run)
+        push_out(run, length)
     forget(run)
+    before = disk(run)
     stored = ask(run, prefixes)
+    stored = replace(stored, disk=disk(run).since(before))
     return {"recompute": recompute, "device": device, "stored": stored}
 
 
-def tier_blocks(run: Run) -> dict[str, int]:
-    """Blocks by tier, as the store says."""
+def push_out(run: Run, length: int) -> None:
+    """Fill the store's memory twice over with other prompts. What was wanted twice is not pushed out by what is wanted
+    once, so these are offered twice too, half of what fits at a time: of more the first would be forgotten again."""
+    host = tiers(run)["host"]
+    slots = host.capacity_bytes // (host.used_bytes // host.blocks)
+    for _ in range(4):
+        others = [words(length) for _ in range(max(1, slots // 2 // (length // BLOCK_SIZE)))]
+        ask(run, others)
+        time.sleep(AGAIN_S)
+        ask(run, others)
+        settled(run)
+
+
+def tiers(run: Run) -> dict[str, kvstore_pb2.Tier]:
+    """The store's tiers by name, as it says."""
     with channel(run, "kvstore") as store:
         reply = kvstore_pb2_grpc.KvStoreServiceStub(store).Stats(kvstore_pb2.StatsRequest(), timeout=CALL_S)
-    return {tier.name: int(tier.blocks) for tier in reply.tiers}
+    return {tier.name: tier for tier in reply.tiers}
+
+
+def disk(run: Run) -> Disk:
+    """What the store's disk has done since its start."""
+    tier = tiers(run).get("nvme")
+    if tier is None:
+        return Disk()
+    store = record(run, "kvstore")
+    text = httpx.get(store.metrics, trust_env=False).raise_for_status().text
+    wanted = {"tier": "nvme", "operation": "load", "outcome": "ok"}
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    loaded = sum(s.value for s in samples if s.name == LOADED and s.labels == wanted)
+    how = {"ok": "O_DIRECT"}.get(tier.state, tier.state)
+    fetched = psutil.Process(store.pid).io_counters().read_bytes
+    return Disk(int(loaded), fetched, tier.used_bytes // max(1, tier.blocks), how)
+
+
+def prove(found: Measured, tier: str) -> None:
+    """Raises RuntimeError when `found` is not of `tier`: "device" (the worker's own pool), "host", "remote", "nvme"."""
+    here = found.cached if tier == "device" else found.stored
+    if not all(here):
+        raise RuntimeError(f"{tier}: nothing of {here.count(0)} of {len(here)} prompts came from there")
+    if tier == "device":
+        return
+    did, blocks = found.disk, sum(found.stored) // BLOCK_SIZE
+    if tier != "nvme" and did.blocks:
+        raise RuntimeError(f"{tier}: {did.blocks} blocks came from the disk")
+    if tier == "nvme" and did.blocks < OF_THE_TIER * blocks:
+        raise RuntimeError(f"nvme: of {blocks} blocks only {did.blocks} came from the disk, the others from memory")
+    loaded = did.blocks * did.block_bytes
+    if tier == "nvme" and did.fetched < OF_THE_TIER * loaded:
+        from_where = "the others from the page cache, or the folder is no disk's (--nvme-dir)"
+        raise RuntimeError(f"nvme ({did.how}): of {loaded} bytes only {did.fetched} came from a device, {from_where}")
 
 
 def local(console: Console, options: argparse.Namespace, cores: tuple[str, ...]) -> dict[str, Any]:
@@ -163,6 +238,8 @@ def local(console: Console, options: argparse.Namespace, cores: tuple[str, ...])
     with running(*ONE, *cores, model=options.model) as run:
         found = by_tier(run, options.tokens, options.prompts)
         console.print(f"  host: {said(found)}", style="dim")
+        prove(found["device"], "device")
+        prove(found["stored"], "host")
         return {"device": ratio(found, "device"), "host": ratio(found, "stored")}
 
 
@@ -171,6 +248,7 @@ def remote(console: Console, options: argparse.Namespace, cores: tuple[str, ...]
     with running(*ONE, *cores, model=options.model, settings={"transports": "tcp"}) as run:
         found = by_tier(run, options.tokens, options.prompts)
         console.print(f"  remote: {said(found)}", style="dim")
+        prove(found["stored"], "remote")
         return {"remote": ratio(found, "stored")}
 
 
@@ -179,12 +257,14 @@ def nvme(console: Console, options: argparse.Namespace, cores: tuple[str, ...]) 
     with tempfile.TemporaryDirectory(prefix="baton-tiers-", dir=options.nvme_dir or None) as folder:
         small = {"capacity_gib": options.nvme_host_gib, "nvme_dir": Path(folder), "nvme_gib": 1.0}
         with running(*ONE, *cores, model=options.model, settings=small) as run:
-            if "nvme" not in tier_blocks(run):
+            if "nvme" not in tiers(run):
                 console.print("  nvme: untried, this store has no such tier", style="dim")
                 return {"nvme": None}
-            disk = by_tier(run, options.tokens, options.prompts, evict=3 * options.prompts)
-            console.print(f"  nvme: {said(disk)}; {tier_blocks(run)}", style="dim")
-            return {"nvme": ratio(disk, "stored")}
+            found = by_tier(run, options.tokens, options.prompts, evict=True)
+            blocks = {name: tier.blocks for name, tier in tiers(run).items()}
+            console.print(f"  nvme: {said(found)}; {found['stored'].disk}; {blocks}", style="dim")
+            prove(found["stored"], "nvme")
+            return {"nvme": ratio(found, "stored"), "nvme_disk": asdict(found["stored"].disk)}
 
 
 def lengths(console: Console, options: argparse.Namespace, cores: tuple[str, ...]) -> dict[str, Any]:
@@ -234,6 +314,9 @@ def show(console: Console, result: dict[str, Any]) -> None:
             table.add_column(name, justify="right")
         table.add_row(*(str(result[name] if result[name] is not None else "untried") for name in names))
         console.print(table)
+    if "nvme_disk" in result:
+        did = Disk(**result["nvme_disk"])
+        console.print(f"nvme: {did.blocks} blocks from the disk by {did.how}, {did.fetched} bytes from the device")
     if "lengths" in result:
         table = Table(title="by length of the prompt")
         for name in ("tokens", "miss ms", "hit ms", "hit / miss", "from the store"):

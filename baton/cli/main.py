@@ -306,8 +306,8 @@ def explain(
         terms = "  ".join(f"{term} {value:.1f}" for term, value in one["terms_ms"].items() if value)
         sign = "[green]●[/]" if one["chosen"] else ""
         why = f"[red]{one['excluded']}[/]" if one["excluded"] else f"{one['total_ms']:.1f}"
-        cached = f"{one['cached_tokens']}" + (f" ({one['stored_tokens']} in {one['store']})" if one["store"] else "")
-        table.add_row(sign, one["mode"], one["worker"], one["prefill"], why, terms, cached)
+        stored = f" ({one['stored_tokens']} in {one['store']}, {one['store_tier']})" if one["store"] else ""
+        table.add_row(sign, one["mode"], one["worker"], one["prefill"], why, terms, f"{one['cached_tokens']}{stored}")
     out.print(table)
     out.print(f"{reply['prompt_tokens']} tokens: {reply['summary']}", markup=False)
     shown = {term for one in reply["candidates"] for term, value in one["terms_ms"].items() if value}

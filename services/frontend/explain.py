@@ -66,6 +66,7 @@ def _candidates(found: Sequence[router_pb2.Candidate]) -> list[dict[str, Any]]:
             "transport": one.transport,
             "store": one.store,
             "stored_tokens": one.stored_tokens,
+            "store_tier": one.store_tier,
         }
         for one in found
     ]

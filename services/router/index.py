@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from baton.kv.keys import KEY_BYTES, split_keys
 from services.router.places import Places
 
-TIERS = ("device", "host", "nvme")
-"""Best first; a tier of another name counts as slower than all of these."""
+TIERS = ("host", "device", "nvme")
+"""Best first: readers READ host memory, so a store's device blocks come up through it like those of its disk. A tier of
+another name counts as slower than all of these."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class Found:
 
 
 class PrefixIndex:
-    """At most `max_keys` keys; beyond that the ones known longest are forgotten (`dropped` counts them)."""
+    """At most `max_keys` keys; beyond that those are forgotten that were told or asked for the longest ago (`dropped`
+    counts them)."""
 
     def __init__(self, max_keys: int) -> None:
         self._places = Places(max_keys)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 LOOKUP_S = 0.005
 """Assumed of every load beyond what the tier itself takes: a Lookup call and a verification."""
-DEFAULT_BYTES_S = {"device": 2e9, "host": 1e9, "nvme": 5e8}
+DEFAULT_BYTES_S = {"host": 1e9, "device": 1e9, "nvme": 5e8}
 SLOWEST_BYTES_S = 2e8
 """Of a tier that is not known and tells nothing."""
 PRIOR_BYTES = 16 * 2**20
@@ -69,11 +69,16 @@ class _Pair:
 
 
 class LoadRates:
-    """Times are any monotonic clock's seconds. `forget` whoever is gone: nothing else bounds this."""
+    """Times are any monotonic clock's seconds. `forget` whoever is gone, and tell nothing of them later: nothing else
+    bounds this."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, str], tuple[float, float]] = {}
         self._pairs: dict[tuple[str, str], _Pair] = {}
+
+    def __len__(self) -> int:
+        """Pairs of store and worker of which something is known."""
+        return len(self._pairs)
 
     def told(self, store: str, tier: str, bytes_s: float, latency_s: float) -> None:
         """What the store measured of its own tier; zeros mean not yet."""

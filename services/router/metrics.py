@@ -30,6 +30,12 @@ class RouterMetrics:
         self.index_keys = Gauge("baton_router_index_keys", "Different block keys known", registry=registry)
         self.index_dropped = Gauge("baton_router_index_dropped", "Keys forgotten at the bound", registry=registry)
         self.index_gaps = Gauge("baton_router_index_gaps", "Gaps in workers' cache events", registry=registry)
+        self.expected_keys = Gauge(
+            "baton_router_expected_keys", "Block keys that are being computed, not told yet", registry=registry
+        )
+        self.expectations_refused = Gauge(
+            "baton_router_expectations_refused", "Plans whose keys were not expected, at the bound", registry=registry
+        )
         self.reservations = Gauge("baton_router_reservations", "Reservations held", registry=registry)
         self.reservations_expired = Gauge(
             "baton_router_reservations_expired", "Reservations that no worker confirmed in time", registry=registry

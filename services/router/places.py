@@ -7,13 +7,16 @@ mask read, so a walk is exact whatever was removed, and rows that lie apart only
 
 Equal masks become one integer object within an event, which saves memory (an integer of 1,000 bits takes 160 bytes) and
 lets a walk see without a look inside that a mask is the one before.
+
+Each row has the era in which its key was told first or a walk last matched it: one byte, written for a whole run at
+once. At the bound those of the oldest era go, the highest rows first: a key is of no use without those before it, which
+a walk always marks with it, and which lie below it when they were told together.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -21,11 +24,16 @@ from baton.kv.keys import KEY_BYTES
 
 FEW = 8
 """Up to so many bits are found one by one, more by unpacking the whole mask."""
+ERAS = 64
+"""So many pass while as many keys are told as there may be."""
+LAST_ERA = 254
+FREE = 255
+"""In place of its era: the row is free."""
 
 
 class Places:
-    """At most `max_keys` keys. At the bound the oldest go, a thousandth at a time: the front of a dictionary that lost
-    its oldest entries is slow to find."""
+    """At most `max_keys` keys. At the bound those go that nobody has told or asked for the longest, a thousandth at a
+    time: looking for them takes some 0.1 ms."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
@@ -33,6 +41,9 @@ class Places:
         self._packed = bytearray()  # the key of each row
         self._masks: list[int] = []  # by row; 0 in a free one
         self._free: list[int] = []  # rows, a heap: the lowest first, so that neighbours are likely
+        self._eras = bytearray()  # by row
+        self._era = 0
+        self._told = 0  # new keys of this era
         self._held: dict[int, set[int]] = {}  # rows by bit
         self._names: list[str] = []  # by position of the bit; empty for one without a name
         self._named = 0  # mask
@@ -78,12 +89,12 @@ class Places:
         heapq.heappush(self._free_positions, position)
 
     def add(self, bits: int, keys: Sequence[bytes]) -> None:
-        """Give all of `bits` to each key; then forget the oldest keys beyond the bound. Raises ValueError when a key is
+        """Give all of `bits` to each key; then forget as many as are beyond the bound. Raises ValueError when a key is
         not of `KEY_BYTES`."""
         if any(len(key) != KEY_BYTES for key in keys):
             raise ValueError(f"a block's key is not of {KEY_BYTES} bytes")
         known, masks, equal = self._rows, self._masks, {0: bits}
-        rows = []
+        rows, before = [], len(known)
         for key in keys:
             row = known.get(key)
             if row is None:
@@ -96,8 +107,11 @@ class Places:
             rows.append(row)
         for bit in _split(bits):
             self._held[bit].update(rows)
+        self._told += len(known) - before
         if len(known) > self._max_keys:
             self._drop_oldest(len(known) - self._max_keys)
+        if self._told * ERAS >= self._max_keys:
+            self._next_era()
 
     def remove(self, bit: int, keys: Iterable[bytes]) -> None:
         """Take `bit` from each key that has it."""
@@ -110,7 +124,8 @@ class Places:
 
     def runs(self, packed: bytes) -> list[tuple[int, int]]:
         """(depth, mask) in order of depth: the named bits that the first `depth` keys have and the next one has not.
-        `packed` is the keys side by side. Raises ValueError when the last is not of `KEY_BYTES`."""
+        `packed` is the keys side by side. What is matched is the last to be forgotten. Raises ValueError when the last
+        key is not of `KEY_BYTES`."""
         count, rest = divmod(len(packed), KEY_BYTES)
         if rest:
             raise ValueError(f"a block's key is not of {KEY_BYTES} bytes")
@@ -131,8 +146,10 @@ class Places:
                     if depth + offset:
                         found.append((depth + offset, active & ~still))
                     if not still:
+                        self._asked(row, offset)
                         return found
                     active = still
+            self._asked(row, together)
             depth += together
         if depth:
             found.append((depth, active))
@@ -161,6 +178,8 @@ class Places:
             findings.append("index: a key lies in a row that is not its own")
         if len(self._rows) + len(self._free) != len(self._masks) or any(self._masks[row] for row in self._free):
             findings.append("index: rows are lost, or free and in use")
+        if len(self._eras) != len(self._masks) or self._eras.count(FREE) != len(self._free):
+            findings.append("index: eras and rows differ")
         if len(self._rows) > self._max_keys:
             findings.append(f"index: {len(self._rows)} keys exceed the bound of {self._max_keys}")
         return findings
@@ -172,9 +191,11 @@ class Places:
         if self._free:
             row = heapq.heappop(self._free)
             self._packed[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+            self._eras[row] = self._era
             return row
         self._packed += key
         self._masks.append(0)
+        self._eras.append(self._era)
         return len(self._masks) - 1
 
     def _together(self, packed: bytes, depth: int, row: int) -> int:
@@ -195,17 +216,41 @@ class Places:
                 left = equal[old] = old & ~bit
             masks[row] = left
             if not left:
-                del self._rows[self._key(row)]
-                heapq.heappush(self._free, row)
+                self._release(row)
+
+    def _release(self, row: int) -> None:
+        """Nobody has the key any more."""
+        del self._rows[self._key(row)]
+        self._eras[row] = FREE
+        heapq.heappush(self._free, row)
+
+    def _asked(self, row: int, count: int) -> None:
+        """A walk matched so many rows from `row` on; none is free."""
+        self._eras[row : row + count] = bytes((self._era,)) * count
+
+    def _next_era(self) -> None:
+        """What is told and asked for from now on is younger. When there is no later era, the younger half of them takes
+        the numbers of the older, which become one."""
+        self._told = 0
+        if self._era == LAST_ERA:
+            half = LAST_ERA // 2
+            eras = np.frombuffer(self._eras, np.uint8)
+            np.subtract(np.maximum(eras, half), half, out=eras, where=eras != FREE)
+            self._era -= half
+        self._era += 1
 
     def _drop_oldest(self, too_many: int) -> None:
-        for key in list(islice(self._rows, max(too_many, self._max_keys // 1000))):
-            row = self._rows.pop(key)
-            for bit in _split(self._masks[row]):
-                self._held[bit].discard(row)
-            self._masks[row] = 0
-            heapq.heappush(self._free, row)
-            self.dropped += 1
+        left = max(too_many, self._max_keys // 1000)
+        while left:
+            eras = np.frombuffer(self._eras, np.uint8)
+            rows = np.flatnonzero(eras == eras.min())[-left:][::-1].tolist()
+            for row in rows:
+                for bit in _split(self._masks[row]):
+                    self._held[bit].discard(row)
+                self._masks[row] = 0
+                self._release(row)
+            left -= len(rows)
+            self.dropped += len(rows)
 
 
 def _changes(masks: list[int]) -> list[tuple[int, int]]:

@@ -16,8 +16,8 @@ from baton.v1 import kvstore_pb2, kvstore_pb2_grpc, registry_pb2
 
 AT_ONCE = 32
 DEADLINE_S = 1.0
-QUICK_TIERS = frozenset({"device", "host"})
-"""What lies there can be read as it is."""
+READABLE_TIER = "host"
+"""What lies there can be read as it is; what lies on any other tier comes up into it first."""
 
 
 class Prefetcher:

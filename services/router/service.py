@@ -17,7 +17,7 @@ from services.router import costs, explain, policy
 from services.router.index import PrefixIndex
 from services.router.loads import LoadRates
 from services.router.metrics import RouterMetrics
-from services.router.prefetch import QUICK_TIERS, Prefetcher
+from services.router.prefetch import READABLE_TIER, Prefetcher
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Held, Reservations
 from services.router.shortlist import Fleet
@@ -67,6 +67,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         metrics.index_keys.set_function(lambda: len(index))
         metrics.index_dropped.set_function(lambda: index.dropped)
         metrics.index_gaps.set_function(lambda: index.gaps)
+        metrics.expected_keys.set_function(lambda: len(speculation))
+        metrics.expectations_refused.set_function(lambda: speculation.refused)
         metrics.reservations.set_function(lambda: len(reservations))
         metrics.reservations_expired.set_function(lambda: reservations.expired)
         for state in ("serving", "degraded", "draining", "quarantined"):
@@ -121,10 +123,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             prefill, worker = route.prefill or outcome.prefill, route.worker or outcome.worker
             self._rates.moved(prefill, worker, route.kv_bytes, route.kv_seconds, route.transport)
             if route.store:
-                loader = prefill if route.mode == worker_pb2.MODE_DISAGGREGATED else worker
-                self._loads.loaded(
-                    route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
-                )
+                self._learn_load(route, prefill if route.mode == worker_pb2.MODE_DISAGGREGATED else worker)
             if not outcome.reason:
                 self._rates.answered(outcome.output_tokens)
         return router_pb2.ReportReply()
@@ -160,6 +159,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return worker_pb2.CheckIntegrityReply(
             findings=self._index.check_integrity() + self._reservations.check_integrity()
         )
+
+    def _learn_load(self, route: worker_pb2.RouteTaken, loader: str) -> None:
+        """What a load took, unless one of the two is gone: nothing would forget it again."""
+        if self._stores.has(route.store) and self._workers.has(loader):
+            self._loads.loaded(
+                route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
+            )
 
     def _in_state(self, state: str) -> int:
         return sum(self._workers.state(known) == state for known in self._workers.all())
@@ -222,7 +228,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _prefetch(self, request: router_pb2.RouteRequest, keys: bytes, winner: policy.Candidate, load: Load) -> None:
         """Let the store begin with what it has to bring up first."""
         store = self._stores.usable(load.store)
-        if store is None or load.tier in QUICK_TIERS:
+        if store is None or load.tier == READABLE_TIER:
             return
         size = (winner.prefill or winner.worker).block_size
         wanted = split_keys(_physical(keys, size))[winner.cached_tokens // size : load.tokens // size]

@@ -2,7 +2,8 @@
 
 As for workers: one task for each, which holds its `Watch` stream and, when that breaks, puts it into quarantine and
 starts over when it is due. A store that is out is in no plan: its index entries go at once, and with a new epoch
-everything that the earlier process held.
+everything that the earlier process held. The stream may be silent for as long as nothing changes: that the host or the
+process is still there is what the connection's pings tell (baton/rpc/limits.py), within four seconds.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ class Stores:
     def all(self) -> Iterable[KnownStore]:
         """Every store."""
         return self._known.values()
+
+    def has(self, id: str) -> bool:
+        """Whether the registry has it."""
+        return id in self._known
 
     def usable(self, id: str) -> registry_pb2.KvStore | None:
         """The store of that id, when a plan may count on it."""

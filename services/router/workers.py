@@ -171,6 +171,10 @@ class Workers:
         """Every worker."""
         return self._known.values()
 
+    def has(self, id: str) -> bool:
+        """Whether the registry has it."""
+        return id in self._known
+
     def get(self, id: str) -> Known:
         """The worker of that id. Raises KeyError."""
         return self._known[id]

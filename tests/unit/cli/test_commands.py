@@ -116,6 +116,15 @@ def test_explain_says_what_its_terms_mean(home: Home, monkeypatch: pytest.Monkey
     assert [term for term, meaning in TERMS.items() if meaning in shown] == ["queue", "prefill"]
 
 
+def test_explain_says_on_which_tier_of_a_store_a_prefix_lies(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"mode": "merged", "worker": "m", "prefill": "", "total_ms": 21.5, "excluded": "", "chosen": True}
+    one |= {"terms_ms": {"load": 21.5}, "cached_tokens": 32, "store": "s", "stored_tokens": 96, "store_tier": "nvme"}
+    reply = {"candidates": [one], "prompt_tokens": 107, "summary": "merged"}
+    monkeypatch.setattr("baton.cli.explain.explain", lambda home, prompt, **options: reply)
+    shown = CliRunner().invoke(app, ["explain", "hello"], env={"COLUMNS": "200"}).output
+    assert "32 (96 in s, nvme)" in shown
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_HOME", "/proc/baton")
     result = CliRunner().invoke(app, ["down"])

@@ -9,6 +9,8 @@ import pytest
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
+from baton.v1 import router_pb2, worker_pb2
+from services.frontend.explain import told
 from tests.unit.frontend.peers import ScriptedWorker, Stack, running
 from tests.unit.frontend.test_failures import HI, says
 
@@ -58,6 +60,12 @@ async def test_what_could_not_run_is_refused_with_its_field(
         assert (found, body["error"]["param"]) == (status, param)
         assert not stack.router.explained
         assert stack.frontend.gate.held == (0, 0)
+
+
+def test_what_a_store_has_is_told_with_its_tier() -> None:
+    one = router_pb2.Candidate(mode=worker_pb2.MODE_MERGED, store="s", stored_tokens=96, store_tier="nvme")
+    (found,) = told(router_pb2.RouteRequest(), router_pb2.ExplainReply(candidates=[one]))["candidates"]
+    assert (found["store"], found["stored_tokens"], found["store_tier"]) == ("s", 96, "nvme")
 
 
 async def test_a_refusal_is_an_explanation_and_no_router_is_an_error(model: Model) -> None:

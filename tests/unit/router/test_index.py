@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.router.index import PrefixIndex
-from services.router.places import in_common
+from services.router.places import LAST_ERA, in_common
 
 WORKERS = st.sampled_from(["a", "b", "c"])
 KEYS = st.lists(st.integers(0, 30).map(lambda n: bytes([n]) * 16), max_size=6)
@@ -140,6 +140,51 @@ class TieredMachine(RuleBasedStateMachine):
             assert self.index.held_by("store") == len(set().union(*self.tiers.values()))
 
 
+class BoundedMachine(RuleBasedStateMachine):
+    """More keys are told than there may be: those go that nobody told or asked for the longest."""
+
+    @initialize(ends=st.booleans())
+    def start(self, ends: bool) -> None:
+        self.index = PrefixIndex(max_keys=12)
+        if ends:
+            self.index._places._era = LAST_ERA - 2  # the numbers of eras end soon
+        self.last: dict[bytes, int] = {}  # when each key was told first or asked for
+        self.now = self.seq = self.dropped = 0
+        assert self.index.apply("a", 1, 0, stored=[], removed=[], cleared=True)
+
+    @rule(stored=KEYS, removed=KEYS)
+    def change(self, stored: list[bytes], removed: list[bytes]) -> None:
+        self.seq += 1
+        assert self.index.apply("a", 1, self.seq, stored=stored, removed=removed, cleared=False)
+        for key in removed:
+            self.last.pop(key, None)
+        new = [key for key in stored if key not in self.last]
+        self.last |= dict.fromkeys(new, self.now)
+        gone = [key for key in self.last if not self.index.holds("a", key)]
+        if gone:
+            went = max(self.last.pop(key) for key in gone)
+            assert went <= min(self.last.values()), "an older one stayed"
+        self.dropped += len(gone)
+        self.now += bool(new)
+
+    @rule(keys=KEYS)
+    def look_up(self, keys: list[bytes]) -> None:
+        depth = next((i for i, key in enumerate(keys) if key not in self.last), len(keys))
+        assert self.index.prefix(b"".join(keys)) == ({"a": depth} if depth else {})
+        self.last |= dict.fromkeys(keys[:depth], self.now)
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "index"):
+            assert self.index.check_integrity() == []
+            assert len(self.index) == len(self.last) <= 12
+            assert self.index.dropped == self.dropped
+
+
+BoundedMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBounded = BoundedMachine.TestCase
+
+
 TieredMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestTiered = TieredMachine.TestCase
 
@@ -158,15 +203,41 @@ def packed(*numbers: int) -> bytes:
 
 def test_bounded_by_forgetting_the_oldest_for_every_holder() -> None:
     index = PrefixIndex(max_keys=3)
-    index.apply("a", 1, 1, stored=keys(1, 2), removed=[], cleared=True)
-    index.apply("b", 1, 1, stored=keys(1, 3), removed=[], cleared=True)
+    index.apply("a", 1, 1, stored=keys(1), removed=[], cleared=True)
+    index.apply("b", 1, 1, stored=keys(1, 2, 3), removed=[], cleared=True)
     index.apply("b", 1, 2, stored=keys(4), removed=[], cleared=False)
     assert len(index) == 3
     assert index.dropped == 1
     assert index.prefix(packed(1)) == {}
-    assert index.prefix(packed(2)) == {"a": 1}
+    assert index.prefix(packed(2)) == {"b": 1}
     assert index.apply("a", 1, 2, stored=[], removed=keys(1), cleared=False), "removal of a forgotten key is no gap"
     assert index.check_integrity() == []
+
+
+@pytest.mark.parametrize("bound", [100, 5000])
+def test_what_is_asked_for_outlives_many_times_the_bound(bound: int) -> None:
+    """A system prompt that was told long ago, and half of a longer one that begins with it."""
+    index = PrefixIndex(max_keys=bound)
+    index.apply("a", 1, 0, stored=keys(*range(40)), removed=[], cleared=True)
+    for number in range(10 * bound):
+        index.apply("a", 1, number + 1, stored=keys(1000 + number), removed=[], cleared=False)
+        if number % (bound // 3) == 0:
+            assert index.prefix(packed(*range(20), 999)) == {"a": 20}
+    assert index.prefix(packed(*range(40))) == {"a": 20}, "what nobody asked for went"
+    assert index.dropped == 40 + 10 * bound - len(index)
+    assert len(index) <= bound
+    assert index.check_integrity() == []
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+    index = PrefixIndex(max_keys=100)
+    index.apply("a", 1, 0, stored=keys(*range(60)), removed=[], cleared=True)
+    index.apply("a", 1, 1, stored=keys(*range(100, 140)), removed=[], cleared=False)
+    index.apply("a", 1, 2, stored=keys(*range(200, 225)), removed=[], cleared=False)
+    assert index.dropped == 25
+    assert index.prefix(packed(*range(60))) == {"a": 35}, "no key is kept that no walk reaches"
+    assert index.prefix(packed(*range(100, 140))) == {"a": 40}
+    assert index.prefix(packed(*range(200, 225))) == {"a": 25}
 
 
 def test_a_freed_bit_is_not_inherited() -> None:

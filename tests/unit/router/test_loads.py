@@ -19,6 +19,15 @@ def test_before_any_load_the_tier_is_believed() -> None:
     assert rates.seconds("other", "host", "w", 1e9, 0.0) == pytest.approx(LOOKUP_S + 1.0)
 
 
+def test_no_tier_is_quicker_than_the_one_that_is_read_from() -> None:
+    rates = LoadRates()
+    host = rates.seconds("s", "host", "w", 1e9, 0.0)
+    assert rates.seconds("s", "device", "w", 1e9, 0.0) == pytest.approx(host)
+    rates.told("s", "device", 5e10, 0.001)
+    assert rates.seconds("s", "device", "w", 1e9, 0.0) == pytest.approx(host + 0.001)
+    assert rates.seconds("s", "nvme", "w", 1e9, 0.0) > host
+
+
 def test_a_line_is_learnt_from_loads_of_several_sizes() -> None:
     rates = LoadRates()
     for n in range(40):

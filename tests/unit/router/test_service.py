@@ -272,12 +272,22 @@ async def test_what_is_loaded_is_not_reserved_as_work(face: Face) -> None:
     assert face.reservations.on(computes).prefill_tokens == 8
 
 
-async def test_a_slow_tier_is_told_to_begin(face: Face) -> None:
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+async def test_a_tier_that_nobody_reads_from_is_told_to_begin(face: Face, tier: str) -> None:
     keys = [bytes([n]) * 16 for n in range(40)]
-    face.add_store("s", "nvme", keys=keys)
+    face.add_store("s", tier, keys=keys)
     plan = (await face.route(prompt_tokens=1000, keys=keys[:31])).plan
-    assert plan.store_tier == "nvme"
+    assert plan.store_tier == tier
     assert face.hints == [("s", 31)]
+
+
+async def test_a_block_that_can_be_read_is_not_waited_for_on_the_device(face: Face) -> None:
+    keys = [bytes([n]) * 16 for n in range(40)]
+    face.add_store("s", "host", keys=keys)
+    face.index.apply("s", 7, 2, stored=keys, removed=(), cleared=False, tier="device")
+    plan = (await face.route(prompt_tokens=1000, keys=keys[:31])).plan
+    assert plan.store_tier == "host"
+    assert face.hints == []
 
 
 async def test_a_prompt_with_logprobs_loads_nothing(face: Face) -> None:
@@ -301,6 +311,40 @@ async def test_a_store_that_brought_nothing_is_in_no_plan_for_a_while(face: Face
     by_loader = {(c.prefill or c.worker): c.store for c in told}
     assert by_loader[loader] == ""
     assert "s" in by_loader.values()
+
+
+async def test_a_load_told_late_brings_nobody_back(face: Face) -> None:
+    async def told(store: str, worker: str, prefill: str = "") -> None:
+        mode = worker_pb2.MODE_DISAGGREGATED if prefill else worker_pb2.MODE_MERGED
+        route = worker_pb2.RouteTaken(
+            mode=mode, worker=worker, prefill=prefill, store=store, store_tier="host", store_seconds=0.1, store_bytes=9
+        )
+        outcome = router_pb2.Outcome(uid="a", route=route)
+        await face.service.Report(router_pb2.ReportRequest(outcomes=[outcome]), NO_CONTEXT)
+
+    face.add_store("s")
+    await told("s", "m1")
+    await told("s", "d1", "p1")
+    assert len(face.loads) == 2
+    for id in ("m1", "p1"):
+        face.workers.registered(id, None)
+        face.loads.forget(id)
+    await told("s", "m1")
+    await told("s", "d1", "p1")
+    assert len(face.loads) == 0
+    face.stores.registered("s", None)
+    await told("s", "d1")
+    assert len(face.loads) == 0
+
+
+async def test_what_is_expected_and_what_was_refused_is_counted(face: Face) -> None:
+    await face.route(keys=KEYS)
+    assert face.counted("baton_router_expected_keys") == 10
+    assert face.counted("baton_router_expectations_refused") == 0
+    face.speculation._max_keys = 19
+    await face.route(keys=[bytes([100 + n]) * 16 for n in range(10)])
+    assert face.counted("baton_router_expected_keys") == 10
+    assert face.counted("baton_router_expectations_refused") == 1
 
 
 async def test_keys_that_are_none_are_refused(face: Face) -> None:

@@ -17,6 +17,7 @@ from services.router.index import PrefixIndex
 from services.router.loads import LoadRates
 from services.router.quarantine import Quarantine
 from services.router.stores import Stores
+from tests.faults.proxy import proxy
 
 HANG_S = 30.0
 KEYS = [bytes([n]) * 16 for n in range(6)]
@@ -133,6 +134,20 @@ async def test_a_stream_that_ends_puts_the_store_out_until_it_answers(known: Kno
         await known.until(known.found)
         store.say(None)
         await known.until(lambda: not known.found())
+        await known.until(lambda: known.stores.usable("s"))
+        assert store.watches == 2
+
+
+async def test_a_store_whose_host_is_gone_without_a_word_is_put_out(known: Known) -> None:
+    async with scripted() as (store, message), proxy(message.address) as wire:
+        message.address = wire.address
+        known.stores.registered("s", message)
+        await known.until(lambda: known.stores.usable("s"))
+        store.say(store.update(stored=KEYS))
+        await known.until(known.found)
+        wire.mute()
+        await known.until(lambda: known.quarantine.why("s"))
+        assert known.found() == {}
         await known.until(lambda: known.stores.usable("s"))
         assert store.watches == 2
 
