@@ -19,7 +19,7 @@ from baton.kv.handle import checksum
 from services.kvstore.eviction import Watermarks
 from services.kvstore.table import SlotTable
 from services.kvstore.table_tier import TableTier
-from services.kvstore.tier import BlockShape, Facts, TierStats, slots_for
+from services.kvstore.tier import BlockShape, Facts, TierStats, Verdict, slots_for
 
 T = TypeVar("T")
 
@@ -79,9 +79,9 @@ class DeviceTier(TableTier):
         except BaseException:
             work.add_done_callback(lambda _: table.cancel(room))  # not before the thread has done with the slot
             raise
-        table.seal(room, key, facts, digest)
-        self._count("store", "ok", 1)
-        return self.holds(key)
+        sealed = table.seal(room, key, facts, digest)
+        self._count("store", "ok" if sealed else "cleared", 1)
+        return sealed and self.holds(key)
 
     async def load(self, key: bytes, into: memoryview) -> bool:
         payload = await self._read(key)
@@ -89,14 +89,19 @@ class DeviceTier(TableTier):
             into[:] = payload
         return payload is not None
 
-    async def verify(self, key: bytes) -> bool:
-        return not self.holds(key) or await self._read(key) is not None or self.holds(key)
+    async def verify(self, key: bytes) -> Verdict:
+        if not self.holds(key) or await self._read(key) is not None or self.holds(key):
+            return Verdict.SOUND
+        return Verdict.BAD
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
         gone = [key for key in keys if self.holds(key)]
         for key in gone:
             self._table.drop(key)
         return gone
+
+    def clear(self, tenant: str = "") -> list[bytes]:
+        return self._table.clear(tenant)
 
     def stats(self) -> TierStats:
         table, speed = self._table, self.speed

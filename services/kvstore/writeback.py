@@ -115,12 +115,14 @@ class Writeback:
 
     async def _write(self, entry: Entry) -> None:
         key, shape = entry.handle.key, self._host.shape
-        if entry.condemned or entry.facts.expired() or shape is None:
+        if entry.facts.expired() or shape is None:
             return
         if not await asyncio.to_thread(self._host.intact, entry):
             await self._host.verify(key)  # drops it
             return
         for tier in self._below:
+            if entry.condemned:  # cleared, and so it is below
+                return
             tier.fix(shape)
             new = not tier.holds(key)
             if await tier.store(key, self._host.view(entry.slot), entry.facts) and new and not entry.condemned:

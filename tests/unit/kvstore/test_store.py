@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from services.kvstore.nvme.breaker import Breaker
 from services.kvstore.nvme.disk import ALIGN
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.promotion import Hold
-from services.kvstore.store import Store
+from services.kvstore.store import Store, Verified
 from services.kvstore.tier import BlockShape, Facts
 from tests.unit.kvstore.disks import BreakableDisk
 
@@ -301,12 +302,12 @@ async def test_clear_by_tenant_and_of_everything_in_every_tier(bench: Bench) -> 
         bench.offer(keys(2, first=first), tenant)
         await bench.look_up(keys(2, first=first))
         await bench.until(lambda: not bench.store.writeback.open)
-    assert await bench.store.clear(fingerprint="other") == 0
-    assert await bench.store.clear(tenant="a") == 2
+    assert bench.store.clear(fingerprint="other") == 0
+    assert bench.store.clear(tenant="a") == 2
     assert {one.tenant for one in bench.store.listed("")} == {"b"}
     assert [one.tiers for one in bench.store.listed("b")] == [("host", "nvme")] * 2
     assert list(bench.store.listed("a")) == []
-    assert await bench.store.clear() == 2
+    assert bench.store.clear() == 2
     assert bench.store.shape is None
     bench.store.fix(BlockShape("other", 2 * BLOCK, 32))
 
@@ -316,12 +317,67 @@ async def test_a_clear_while_blocks_come_up(bench: Bench) -> None:
     bench.disk.go.clear()
     task = asyncio.create_task(bench.look_up(keys(4)))
     await asyncio.sleep(0.02)
-    clearing = asyncio.create_task(bench.store.clear())
-    await asyncio.sleep(0.02)
+    bench.store.clear()
     bench.disk.go.set()
-    await clearing
     assert await task == 0
     assert bench.host.keys() == []
+    assert bench.outcome("cleared") == 4
+
+
+async def test_a_clear_goes_on_without_its_caller(bench: Bench) -> None:
+    bench.offer(keys(4), "a")
+    await bench.look_up(keys(4))
+    await bench.until(lambda: not bench.store.writeback.open)
+    bench.disk.go.clear()
+    assert bench.store.clear(tenant="a") == 4
+    assert not await bench.store.forgotten(0.0), "the disk has not"
+    caller = asyncio.create_task(bench.store.forgotten(HANG_S))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    bench.disk.go.set()
+    await bench.until(lambda: not bench.nvme.dirty)
+    assert await bench.store.forgotten(HANG_S)
+
+
+async def test_a_clear_is_finished_when_the_disk_is_back(bench: Bench) -> None:
+    await bench.push_below(keys(4))
+    bench.disk.fail = True
+    bench.store.clear(tenant="other")
+    bench.store.clear()
+    assert not await bench.store.forgotten(0.05)
+    bench.disk.fail = False
+    assert await bench.store.forgotten(HANG_S)
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+async def test_what_is_checked_to_be_written_when_it_is_cleared_is_not_written(
+    bench: Bench, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, intact = threading.Event(), bench.host.intact
+    monkeypatch.setattr(bench.host, "intact", lambda entry: checked.wait(HANG_S) and intact(entry))
+    bench.offer(keys(4), "a")
+    await bench.look_up(keys(4))
+    await bench.until(lambda: bench.store.writeback.pins == 1)
+    bench.store.clear(tenant=tenant)
+    checked.set()
+    await bench.until(lambda: not bench.store.writeback.open)
+    assert await bench.store.forgotten(HANG_S)
+    assert bench.nvme.keys() == []
+    assert bench.host.keys() == []
+
+
+async def test_verify_tells_what_cannot_be_read_from_what_is_bad(bench: Bench) -> None:
+    await bench.push_below(keys(6))
+    bench.offer(keys(1, first=50))
+    bench.disk.fail = True
+    last = [step async for step in bench.store.verify()][-1]
+    assert last == Verified(checked=7, total=7, failed=0, unreadable=6)
+    assert len(bench.nvme.keys()) == 6, "they may be good"
+    outcomes = ("error", "open")
+    counts = [bench.metrics._tier.labels("nvme", "load", outcome)._value.get() for outcome in outcomes]
+    assert sum(counts) == 6
+    bench.disk.fail = False
 
 
 async def test_verify_finds_what_has_rotted(bench: Bench) -> None:
@@ -358,7 +414,7 @@ async def test_events_follow_every_tier(bench: Bench) -> None:
     await bench.until(lambda: not bench.store.writeback.open and not bench.store.promotions.open)
     await bench.until(lambda: here == {"host": set(bench.host.keys()), "nvme": set(bench.nvme.keys())})
     assert here["nvme"]
-    await bench.store.clear()
+    bench.store.clear()
     await bench.until(lambda: here == {"host": set(), "nvme": set()})
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
