@@ -71,6 +71,8 @@ class Writeback:
         if len(self._leaving) >= max(1, self._host.slots // 8):
             self._count("no_time")
             return False
+        if stale := self._leaving.get(key):  # dropped meanwhile, and the key came in anew
+            self._host.unpin([stale], used=False)
         self._host.hold(entry)
         self._leaving[key] = entry
         self._line[key] = None

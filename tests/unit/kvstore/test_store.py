@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from prometheus_client import CollectorRegistry
 
 from baton.kv.arena import Arena
@@ -195,6 +199,103 @@ async def test_demoted_when_wanted_twice_and_not_below_yet(bench: Bench) -> None
     assert not any(bench.host.holds(key) for key in demoted)
     assert bench.store.evicted["demoted"] == len(demoted)
     assert await bench.look_up(demoted[:1]) == 1
+
+
+class DemotionMachine(RuleBasedStateMachine):
+    """Blocks come, are wanted, leave and are cleared above a disk whose speed the machine decides: no pin outlives the
+    write-behind's line."""
+
+    @initialize()
+    def start(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.folder = tempfile.TemporaryDirectory()
+        self.bench = self.loop.run_until_complete(self._started())
+        self.bench.disk.go.clear()
+
+    async def _started(self) -> Bench:
+        return await Bench(Path(self.folder.name)).start()
+
+    def _turn(self) -> None:
+        self.loop.run_until_complete(asyncio.sleep(0.001))
+
+    @rule(first=st.integers(0, 3), count=st.integers(1, 3))
+    def offer(self, first: int, count: int) -> None:
+        self.bench.offer(keys(count, first=first))
+        self._turn()
+
+    @rule(first=st.integers(0, 3), count=st.integers(1, 3))
+    def want(self, first: int, count: int) -> None:
+        hold = Hold(self.bench.host)
+        self.bench.store.pin(hold, keys(count, first=first), "fp")
+        hold.close()
+        self._turn()
+
+    @rule(tenant=st.sampled_from(["", "nobody"]))
+    def clear(self, tenant: str) -> None:
+        async def cleared() -> None:
+            self.bench.store.clear(tenant=tenant)
+
+        self.loop.run_until_complete(cleared())
+
+    @rule(number=st.integers(0, 3))
+    def drop(self, number: int) -> None:
+        self.bench.host.drop(keys(1, first=number))
+
+    @rule(number=st.integers(0, 3))
+    def come_and_leave(self, number: int) -> None:
+        for _ in range(2):
+            self.offer(number, 1)
+            self.want(number, 1)
+        self.evict(number)
+
+    @rule(number=st.integers(0, 3))
+    def evict(self, number: int) -> None:
+        """What the host asks of a block that nobody holds before it leaves."""
+        (key,) = keys(1, first=number)
+        entry = self.bench.host.entry(key)
+        if entry is not None and not entry.pins and not self.bench.host.keep(key):
+            self.bench.host.drop([key])
+
+    @rule(slow=st.booleans())
+    def disk(self, slow: bool) -> None:
+        (self.bench.disk.go.clear if slow else self.bench.disk.go.set)()
+        self._turn()
+
+    @invariant()
+    def pins_are_the_lines(self) -> None:
+        if hasattr(self, "bench"):
+            held = sum(entry.pins for entry in (*self.bench.host._entries.values(), *self.bench.host._condemned))
+            assert held == self.bench.store.writeback.pins
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            try:
+                self.loop.run_until_complete(self.bench.end())
+            finally:
+                self.loop.close()
+                self.folder.cleanup()
+
+
+DemotionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestDemotion = DemotionMachine.TestCase
+
+
+async def test_a_block_that_comes_and_leaves_again_before_it_is_written_is_let_go(bench: Bench) -> None:
+    """Evicted, cleared, stored anew and evicted again, all while the disk stands still."""
+    bench.disk.go.clear()
+    bench.offer(keys(2))
+    await bench.look_up(keys(2))
+    writeback = bench.store.writeback
+    await bench.until(lambda: writeback.pins == 1)
+    last = next(key for key in keys(2) if (entry := bench.host.entry(key)) and not entry.pins)
+    assert bench.host.keep(last), "what an eviction asks before a block leaves"
+    bench.store.clear()
+    bench.offer([last])
+    assert bench.host.keep(last)
+    assert bench.host.stats().pinned == writeback.pins == 2
+    bench.disk.go.set()
+    await bench.until(lambda: not writeback.open)
+    assert bench.host.stats().pinned == 0
 
 
 async def test_a_look_up_that_leaves_in_the_middle_leaves_nothing(bench: Bench) -> None:
