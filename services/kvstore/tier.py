@@ -93,6 +93,13 @@ class Verdict(StrEnum):
     UNREADABLE = "unreadable"
 
 
+def verdict(outcome: str) -> Verdict:
+    """What a load's outcome, as it is counted, says of the block."""
+    if outcome in ("ok", "missing"):
+        return Verdict.SOUND
+    return Verdict.BAD if outcome == "corrupt" else Verdict.UNREADABLE
+
+
 class Tier(abc.ABC):
     """Methods belong to one event loop; those that move bytes are async and end by a deadline of the tier's own.
 

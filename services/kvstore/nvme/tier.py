@@ -29,7 +29,7 @@ from services.kvstore.nvme.slab import (
 from services.kvstore.nvme.slot_io import Place, erase_slot, read_slot, write_slot
 from services.kvstore.table import SlotEntry, SlotTable
 from services.kvstore.table_tier import TableTier
-from services.kvstore.tier import BlockShape, Facts, TierStats, Verdict, slots_for
+from services.kvstore.tier import BlockShape, Facts, TierStats, Verdict, slots_for, verdict
 
 THREADS = 4
 SCAN_CHUNK = 64
@@ -178,10 +178,7 @@ class NvmeTier(TableTier):
     async def verify(self, key: bytes) -> Verdict:
         if (shape := self.shape) is None:
             return Verdict.SOUND
-        outcome = await self._load(key, memoryview(bytearray(shape.block_bytes)))
-        if outcome in ("ok", "missing"):
-            return Verdict.SOUND
-        return Verdict.BAD if outcome == "corrupt" else Verdict.UNREADABLE
+        return verdict(await self._load(key, memoryview(bytearray(shape.block_bytes))))
 
     async def _load(self, key: bytes, into: memoryview) -> str:
         superblock, table = self._superblock, self._table
