@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import random
 import subprocess
@@ -18,7 +20,7 @@ import pytest
 
 from services.kvstore.eviction import Watermarks
 from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN, SlabFile
+from services.kvstore.nvme.disk import ALIGN, SlabFile, aligned_buffer
 from services.kvstore.nvme.slab import slot_bytes, slot_offset
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.tier import BlockShape, Facts
@@ -401,6 +403,34 @@ def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
     assert refused.value.errno == errno.EBUSY
     disk.close()
     SlabFile(tmp_path, SIZE).close()
+
+
+def cached_pages(path: Path) -> int:
+    """How many of a file's pages are in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+        states = (ctypes.c_ubyte * (len(pages) // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(pages)
+        try:
+            if libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), states):
+                raise OSError(ctypes.get_errno(), "mincore")
+        finally:
+            del first
+    return sum(state & 1 for state in states)
+
+
+def test_without_direct_io_what_was_written_leaves_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if subprocess.run(["stat", "-fc", "%T", str(tmp_path)], capture_output=True, text=True).stdout.strip() == "tmpfs":
+        pytest.skip("the page cache is all there is of a tmpfs")
+    monkeypatch.setattr(SlabFile, "_try_direct", lambda disk, path, flags: False)
+    disk = SlabFile(tmp_path, 64 * ALIGN)
+    data = aligned_buffer(32 * ALIGN)
+    data[:] = b"x" * len(data)
+    disk.write(ALIGN, data)
+    assert cached_pages(tmp_path / "slab") == 0
+    disk.close()
 
 
 def test_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
