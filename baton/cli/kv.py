@@ -110,22 +110,29 @@ def clear(
     request = pb.ClearRequest(tenant=tenant, fingerprint=fingerprint)
     reply = ask(_address(store), lambda channel: _stub(channel).Clear(request, timeout=CLEAR_S))
     if as_json:
-        print_json({"dropped": reply.dropped})
-    else:
-        out.print(f"{reply.dropped} blocks forgotten")
+        print_json({"dropped": reply.dropped, "unfinished": reply.unfinished})
+        return
+    out.print(f"{reply.dropped} blocks forgotten")
+    if reply.unfinished:
+        out.print("the disk has yet to forget them: the store goes on, a restart before that may find some again")
 
 
 @app.command()
 def verify(store: Where = "", as_json: Json = False) -> None:
-    """Read every block of every tier and check it; what fails is dropped. Exit code 1 when something failed."""
+    """Read every block of every tier and check it; what fails is dropped. Exit code 1 when a block failed or could not
+    be read."""
     last = ask(_address(store), _verify)
     if as_json:
-        print_json({"checked": last.checked, "total": last.total, "failed": last.failed})
-    elif last.failed:
-        out.print(f"{last.checked} blocks checked, [red]{last.failed} failed[/] and were dropped")
+        print_json({name: getattr(last, name) for name in ("checked", "total", "failed", "unreadable")})
     else:
-        out.print(f"{last.checked} blocks checked, all good")
-    if last.failed:
+        found = [f"[red]{last.failed} failed[/] and were dropped"] if last.failed else []
+        found += [f"[red]{last.unreadable} could not be read[/]"] if last.unreadable else []
+        out.print(f"{last.checked} blocks checked, {', '.join(found) or 'all good'}")
+        if last.unreadable:
+            out.print(
+                "see the tiers' state in `baton kv stats` and the store's log; when the disk answers, verify again"
+            )
+    if last.failed or last.unreadable:
         raise typer.Exit(1)
 
 

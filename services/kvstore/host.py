@@ -18,7 +18,7 @@ from services.kvstore.eviction import Arc, Watermarks
 from services.kvstore.host_check import findings
 from services.kvstore.quotas import Quotas
 from services.kvstore.slots import Entry, Slot
-from services.kvstore.tier import BlockShape, Facts, Placed, Tier, TierStats, slots_for
+from services.kvstore.tier import BlockShape, Facts, Placed, Tier, TierStats, Verdict, slots_for
 
 
 class HostTier(Tier):
@@ -112,14 +112,15 @@ class HostTier(Tier):
         """Whether a pinned block still matches its checksum. Any thread."""
         return self.sum(entry.slot, entry.handle.key) == entry.handle.checksum
 
-    def commit(self, slot: Slot, key: bytes, digest: int, facts: Facts = Facts()) -> None:  # noqa: B008
-        """Seal: the block can be found from now on. A key that came in meanwhile keeps its place, this slot is free.
+    def commit(self, slot: Slot, key: bytes, digest: int, facts: Facts = Facts()) -> bool:  # noqa: B008
+        """Seal: the block can be found from now on; whether it can. A key that came in meanwhile keeps its place, what
+        was cleared meanwhile has none; this slot is free then.
 
         Of a prompt commit the end first: what came in last goes last.
         """
-        if key in self._entries:
+        if slot.cleared or key in self._entries:
             self.cancel(slot)
-            return
+            return not slot.cleared
         del self._filling[slot.number]
         shape = self._shape
         assert shape is not None
@@ -136,6 +137,7 @@ class HostTier(Tier):
         self._entries[key] = Entry(slot, handle, facts)
         self._evictable.add(key)
         self._quotas.add(slot.tenant, key)
+        return True
 
     def cancel(self, slot: Slot) -> None:
         """Nothing came into `slot`, and nothing can any more."""
@@ -213,26 +215,24 @@ class HostTier(Tier):
         if len(payload) != self._block_bytes or not (slots := self.reserve(1, facts.tenant)):
             return False
         self.view(slots[0])[:] = payload
-        self.commit(slots[0], key, self.sum(slots[0], key), facts)
-        return True
+        return self.commit(slots[0], key, self.sum(slots[0], key), facts)
 
     async def load(self, key: bytes, into: memoryview) -> bool:
-        if not await self.verify(key) or key not in self._entries:
+        if await self.verify(key) is Verdict.BAD or key not in self._entries:
             return False
         into[:] = self.view(self._entries[key].slot)
         return True
 
-    async def verify(self, key: bytes) -> bool:
+    async def verify(self, key: bytes) -> Verdict:
         entry = self._entries.get(key)
         if entry is None:
-            return True
+            return Verdict.SOUND
         good = await asyncio.to_thread(self.intact, entry)
-        if self._entries.get(key) is not entry:
-            return True  # it left meanwhile, and its slot may hold anything
-        if not good:
-            self._drop(key)
-            self.on_gone([key], "corrupt")
-        return good
+        if good or self._entries.get(key) is not entry:
+            return Verdict.SOUND  # or it left meanwhile, and its slot may hold anything
+        self._drop(key)
+        self.on_gone([key], "corrupt")
+        return Verdict.BAD
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
         gone = [key for key in keys if key in self._entries]
@@ -240,6 +240,11 @@ class HostTier(Tier):
             self._drop(key)
         self._unfix_when_empty()
         return gone
+
+    def clear(self, tenant: str = "") -> list[bytes]:
+        for slot in self._filling.values():
+            slot.cleared |= not tenant or slot.tenant == tenant
+        return self.drop([key for key, entry in self._entries.items() if not tenant or entry.facts.tenant == tenant])
 
     def stats(self) -> TierStats:
         pinned = len(self._entries) - len(self._evictable) + len(self._condemned)

@@ -177,12 +177,16 @@ class Offers:
                 else:
                     outcome.refused[block.reason] += 1
             sums = await asyncio.to_thread(lambda: [self._host.sum(slot, key) for slot, key in good])
+            here = []
             for (slot, key), digest in reversed(list(zip(good, sums, strict=True))):  # of a prompt the end goes first
                 del left[slot.offset]
-                self._host.commit(slot, key, digest, facts)
-            outcome.stored += len(good)
+                if self._host.commit(slot, key, digest, facts):
+                    here.append(key)
+            outcome.stored += len(here)
+            outcome.refused[Reason.ABORTED] += len(good) - len(here)
+            if here:
+                self._store.stored(here[::-1], facts)
             if good:
-                self._store.stored([key for _, key in good], facts)
                 self._note_speed(len(good), handles[0].length, report.seconds)
         except BatonError as error:
             outcome.refused[error.reason] += len(slots)

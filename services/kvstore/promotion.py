@@ -93,7 +93,6 @@ class Promotions:
         self._count = count
         self._coming: dict[bytes, _Coming] = {}
         self._loading = asyncio.Semaphore(AT_ONCE)
-        self._clearings = 0
 
     @property
     def open(self) -> int:
@@ -133,10 +132,6 @@ class Promotions:
         if coming := self._coming.get(key):
             await coming.done.wait()
 
-    def forget(self) -> None:
-        """Everything was cleared: what is on its way does not stay."""
-        self._clearings += 1
-
     def _where(self, key: bytes, fingerprint: str) -> Tier | None:
         for tier in self._below:
             if tier.shape is not None and tier.shape.fingerprint == fingerprint and tier.holds(key):
@@ -153,7 +148,7 @@ class Promotions:
             coming.done.set()
 
     async def _into_host(self, tier: Tier, key: bytes, coming: _Coming) -> None:
-        clearings, placed, shape = self._clearings, tier.placed(key), tier.shape
+        placed, shape = tier.placed(key), tier.shape
         facts = placed.facts if placed else Facts()
         if placed is None or facts.expired() or shape is None or shape != self._host.shape:
             self._count("gone", 1)
@@ -168,14 +163,15 @@ class Promotions:
                 self._count("not_loaded", 1)
                 return
             digest = await asyncio.to_thread(self._host.sum, slots[0], key)
-            if clearings == self._clearings:
-                sealed = True
-                self._host.commit(slots[0], key, digest, facts)
-                for hold in coming.holds:
-                    hold.pin([key], shape.fingerprint)
-                coming.up = True
-                self._count("ok", 1)
-                self._on_stored(self._host, key)
+            sealed = True
+            if not self._host.commit(slots[0], key, digest, facts):
+                self._count("cleared", 1)
+                return
+            for hold in coming.holds:
+                hold.pin([key], shape.fingerprint)
+            coming.up = True
+            self._count("ok", 1)
+            self._on_stored(self._host, key)
         finally:
             if not sealed:
                 self._host.cancel(slots[0])

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from itertools import islice
 
 import grpc
@@ -33,6 +34,8 @@ WARM_S = 2.0
 """How long after `Pair` we go on making progress: the caller's own half of the wire-up needs it."""
 LIST_PAGE = 256
 VERIFY_EVERY_S = 0.1
+FORGOTTEN_S = 30.0
+"""`Clear` waits so long for the disk; callers wait longer."""
 
 LookupContext = grpc.aio.ServicerContext[kvstore_pb2.LookupRequest, kvstore_pb2.LookupReply]
 
@@ -182,8 +185,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         )
 
     async def Clear(self, request: kvstore_pb2.ClearRequest, context: object) -> kvstore_pb2.ClearReply:
-        """Forget every block, or those of one layout or tenant."""
-        return kvstore_pb2.ClearReply(dropped=await self._store.clear(request.fingerprint, request.tenant))
+        """Forget every block, or those of one layout or tenant. Answers when no restart can bring them back, or that
+        the store still sees to it."""
+        dropped = self._store.clear(request.fingerprint, request.tenant)
+        forgotten = await self._store.forgotten(FORGOTTEN_S)
+        return kvstore_pb2.ClearReply(dropped=dropped, unfinished=not forgotten)
 
     async def List(  # type: ignore[override]
         self,
@@ -216,8 +222,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                 async for step in steps:
                     if step.checked == step.total or time.monotonic() - told > VERIFY_EVERY_S:
                         told = time.monotonic()
-                        reply = kvstore_pb2.VerifyReply(checked=step.checked, total=step.total, failed=step.failed)
-                        await context.write(reply)
+                        await context.write(kvstore_pb2.VerifyReply(**asdict(step)))
         finally:
             self._verifying = False
 
@@ -253,12 +258,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         return worker_pb2.CheckIntegrityReply(findings=findings)
 
     async def drain(self, within_s: float) -> None:
-        """Take nothing new and wait until no look-up is held and no offer open, at most `within_s`."""
+        """Take nothing new and wait until no look-up is held, no offer open and what was cleared forgotten, at most
+        `within_s`."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, within_s)):
                 await self._no_lookups.wait()
                 await self._offers.idle()
+                await self._store.forgotten(within_s)
 
     def close(self) -> None:
         """End every held look-up."""

@@ -16,7 +16,7 @@ class KvStoreSettings(ServiceSettings):
     low_watermark: float = Field(default=0.85, ge=0, le=1, description="Share of slots in use at which eviction stops.")
     nvme_dir: str = Field(default="", description="Folder of the NVMe tier, this store's alone; empty = no such tier.")
     nvme_gib: float = Field(default=10.0, gt=0, description="What the NVMe tier takes, preallocated.")
-    io_deadline_s: float = Field(default=1.0, gt=0, description="A disk that has not answered by then is a miss.")
+    io_deadline_s: float = Field(default=1.0, gt=0, description="A disk or GPU silent for so long is a miss.")
     device_gib: float = Field(default=0.0, ge=0, description="GPU memory below the host; needs torch. 0 = none.")
     quota: str = Field(
         default="", description="What a tenant may take of each tier: TENANT=GIB,...; * is every other tenant."

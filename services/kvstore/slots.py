@@ -9,14 +9,16 @@ from baton.kv.handle import Handle
 from services.kvstore.tier import Facts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slot:
-    """Room for one block that is being filled: where, under which generation, on whose quota."""
+    """Room for one block that is being filled: where, under which generation, on whose quota. What was cleared while it
+    was on its way is not sealed."""
 
     number: int
     offset: int
     generation: int
     tenant: str = ""
+    cleared: bool = False
 
 
 @dataclass

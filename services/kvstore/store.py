@@ -7,6 +7,7 @@ known by its name and the reason.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -23,11 +24,14 @@ from services.kvstore.metrics import KvStoreMetrics
 from services.kvstore.promotion import Hold, Promotions
 from services.kvstore.sightings import APART_S, Sightings
 from services.kvstore.slots import Entry
-from services.kvstore.tier import BlockShape, Facts, Tier, TierStats
+from services.kvstore.tier import BlockShape, Facts, Tier, TierStats, Verdict
 from services.kvstore.writeback import Writeback
 
 SPEED_CHANGE = 1.25
 """A tier's speed is told anew when it has changed by this factor."""
+
+FORGET_AGAIN_S, FORGET_AGAIN_MAX_S = 0.02, 1.0
+"""Pauses of what waits until a disk can forget."""
 
 SNAPSHOT_KEYS = 16_384
 """Keys in one event of a snapshot: 300 kB of a message."""
@@ -49,11 +53,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class Verified:
-    """How far a verification is, in blocks."""
+    """How far a verification is, in blocks. `checked` are all that it has come to, the failed and the unreadable ones
+    too."""
 
     checked: int
     total: int
     failed: int
+    unreadable: int
 
 
 class Store:
@@ -75,6 +81,8 @@ class Store:
         self.evicted: Counter[str] = Counter()
         self.promotions = Promotions(host, below, background, self._stored_one, metrics.promoted)
         self.writeback = Writeback(host, below, self._stored_one, metrics.not_written)
+        self._background = background
+        self._forgetting: asyncio.Task[None] | None = None
         self._metrics = metrics
         self._ttl_s = ttl_s
         self._sightings = Sightings()
@@ -141,15 +149,15 @@ class Store:
 
     # ---- gone
 
-    async def clear(self, fingerprint: str = "", tenant: str = "") -> int:
-        """Forget every block, or those of one layout or tenant; how many. Logs a disk that cannot forget."""
+    def clear(self, fingerprint: str = "", tenant: str = "") -> int:
+        """Forget every block, or those of one layout or tenant, also what is on its way; how many. Whatever becomes of
+        the caller, the store goes on until the disk has forgotten too: see `forgotten`."""
         shape = self.shape
         if fingerprint and (shape is None or shape.fingerprint != fingerprint):
             return 0
         gone: set[bytes] = set()
-        self.promotions.forget()
         for tier in self.tiers:
-            keys = tier.drop(self._of(tier, tenant)) if tenant else tier.clear()
+            keys = tier.clear(tenant)
             gone.update(keys)
             if tenant and keys:
                 self.events.publish(Change(tier.name, removed=tuple(keys)))
@@ -157,12 +165,15 @@ class Store:
             self.events.publish(Change(cleared=True))
         self._count_gone("cleared", len(gone))
         self.host.shape_changed.set()
-        for tier in self.below:
-            try:
-                await tier.flush()
-            except OSError as error:
-                _log.error("cleared blocks may come back with a restart", tier=tier.name, error=str(error))
+        if self._forgetting is None or self._forgetting.done():
+            self._forgetting = self._background.spawn(self._forget(), "forget what was cleared")
         return len(gone)
+
+    async def forgotten(self, within_s: float) -> bool:
+        """Whether nothing that was cleared could come back with a restart; waits for it at most so long."""
+        if self._forgetting is not None:
+            await asyncio.wait((self._forgetting,), timeout=max(0.0, within_s))
+        return not any(tier.dirty for tier in self.below)
 
     def expire(self) -> int:
         """Drop blocks whose time is over; how many."""
@@ -196,13 +207,12 @@ class Store:
     async def verify(self) -> AsyncGenerator[Verified, None]:
         """Read and check every block of every tier, one at a time; how far it is after each."""
         work = [(tier, tier.keys()) for tier in self.tiers]
-        total, checked, failed = sum(len(keys) for _, keys in work), 0, 0
-        yield Verified(0, total, 0)
+        total, found = sum(len(keys) for _, keys in work), Counter[Verdict]()
+        yield Verified(0, total, 0, 0)
         for tier, keys in work:
             for key in keys:
-                failed += not await tier.verify(key)
-                checked += 1
-                yield Verified(checked, total, failed)
+                found[await tier.verify(key)] += 1
+                yield Verified(found.total(), total, found[Verdict.BAD], found[Verdict.UNREADABLE])
 
     def tell_speeds(self) -> None:
         """Publish when a tier's speed or state is no longer the one that was told last."""
@@ -245,9 +255,23 @@ class Store:
 
         tier.on_gone, tier.on_found = gone, found
 
-    def _of(self, tier: Tier, tenant: str) -> Sequence[bytes]:
-        keys = tier.keys()
-        return [key for key in keys if (placed := tier.placed(key)) and placed.facts.tenant == tenant]
+    async def _forget(self) -> None:
+        """Until every tier has made durable what was cleared: a disk may fail, late writes and the scan may have to end
+        first."""
+        pause, failed = FORGET_AGAIN_S, False
+        while dirty := [tier for tier in self.below if tier.dirty]:
+            for tier in dirty:
+                try:
+                    await tier.flush()
+                except OSError as error:
+                    if not failed:
+                        _log.error("until the disk is back a restart finds cleared blocks", error=str(error))
+                    failed = True
+            if any(tier.dirty for tier in dirty):
+                await asyncio.sleep(pause)
+                pause = min(FORGET_AGAIN_MAX_S, 2 * pause)
+        if failed:
+            _log.info("what was cleared is forgotten")
 
     def _every_key(self) -> Iterator[bytes]:
         return chain.from_iterable(tier.keys() for tier in self.tiers)

@@ -3,6 +3,10 @@
 A slot is unscanned, free, being written, or holds a block. A block that is dropped while somebody reads its slot is
 condemned: in no index, and its slot is free only when the last reader has done, because a read that is late may still
 be under way.
+
+A free slot may still carry the block that lay there: nothing here finds it, but where slots outlive the process a
+restart would. So the table remembers whose it is, and `clear` of a tenant with `erase` takes such slots too: nobody is
+given them before `erased`.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ from services.kvstore.quotas import Quotas
 from services.kvstore.tier import Facts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Room:
-    """A slot to write one block into."""
+    """A slot to write one block into. What was cleared meanwhile is not sealed; `erase`: nor may a restart find it."""
 
     slot: int
     generation: int
     tenant: str
+    cleared: bool = False
+    erase: bool = False
 
 
 @dataclass
@@ -36,6 +42,7 @@ class SlotEntry:
     digest: int
     readers: int = 0
     condemned: bool = False
+    erase: bool = False
     used: float = field(default_factory=time.monotonic)
 
 
@@ -53,6 +60,12 @@ class SlotTable:
         self._generation = generation
         self._unscanned = total
         self._free: list[int] = []
+        self._carries: dict[int, str | None] = {}
+        """Free slots that may still carry a block, and whose it is; None: nobody knows."""
+        self._erase: list[int] = []
+        self._erasing: set[int] = set()
+        self._unwanted: set[str] = set()
+        """Tenants that were cleared while slots were unscanned: what is found of theirs is from before."""
         self._writing: dict[int, Room] = {}
         self._condemned: list[SlotEntry] = []
         self._evictable = Arc(total)
@@ -70,19 +83,35 @@ class SlotTable:
     @property
     def busy(self) -> int:
         """Slots that somebody reads or writes now."""
-        return len(self._writing) + len(self._condemned) + self.reading
+        return len(self._writing) + len(self._condemned) + len(self._erasing) + self.reading
 
     @property
     def reading(self) -> int:
         """Blocks that somebody reads now and that can be found."""
         return len(self.index) - len(self._evictable)
 
-    def scanned(self, slot: int, entry: SlotEntry | None) -> bool:
-        """The next slot's content is known: a whole block, or nothing. Whether it is a block that was not here."""
+    @property
+    def unerased(self) -> bool:
+        """Whether a slot carries, or may yet carry, what was cleared with `erase`."""
+        leaving = (held.erase for held in (*self._writing.values(), *self._condemned))
+        return bool(self._erase or self._erasing or self._unwanted) or any(leaving)
+
+    def scanned(self, slot: int, entry: SlotEntry | None, readable: bool = True) -> bool:
+        """The next slot's content is known: a whole block, or nothing, or it is not `readable` and nobody knows.
+        Whether it is a block that was not here."""
         self._unscanned -= 1
+        tenant = entry.facts.tenant if entry else None
+        unwanted = tenant in self._unwanted if readable else bool(self._unwanted)
+        if not self._unscanned:
+            self._unwanted.clear()
         other = self.index.get(entry.key) if entry else None
+        if unwanted:
+            self._erase.append(slot)
+            return False
         if entry is None or (other is not None and (other.readers or other.generation >= entry.generation)):
             self._free.append(slot)
+            if entry or not readable:
+                self._carries[slot] = tenant
             return False
         if other is not None:
             self.drop(entry.key)
@@ -106,22 +135,25 @@ class SlotTable:
             return None, gone, reason
         self._generation += 1
         room = Room(self._free.pop(), self._generation, tenant)
+        self._carries.pop(room.slot, None)
         self._writing[room.slot] = room
         self._quotas.take(tenant)
         return room, gone, reason
 
-    def seal(self, room: Room, key: bytes, facts: Facts, digest: int) -> None:
-        """The block is written whole. A key that came in meanwhile keeps its place, this slot is free."""
-        if key in self.index:
+    def seal(self, room: Room, key: bytes, facts: Facts, digest: int) -> bool:
+        """The block is written whole; whether it is here now. A key that came in meanwhile keeps its place, what
+        was cleared meanwhile has none."""
+        if room.cleared or key in self.index:
             self.cancel(room)
-            return
+            return not room.cleared
         del self._writing[room.slot]
         self._add(SlotEntry(key, room.slot, room.generation, facts, digest))
+        return True
 
     def cancel(self, room: Room) -> None:
-        """Nothing whole is there, and nobody writes to it any more."""
+        """Nothing that counts is there, and nobody writes to it any more."""
         del self._writing[room.slot]
-        self._release(room.slot, room.tenant)
+        self._release(room.slot, room.tenant, room.erase)
 
     def read(self, key: bytes) -> SlotEntry | None:
         """The block, kept in place until `done`; None when it is not here, or its time is over."""
@@ -145,32 +177,74 @@ class SlotTable:
             return
         if entry.condemned:
             self._condemned.remove(entry)
-            self._release(entry.slot, entry.facts.tenant)
+            self._release(entry.slot, entry.facts.tenant, entry.erase)
         else:
             self._evictable.release([entry.key], used=True)
             self._quotas.use(entry.facts.tenant, entry.key)
 
-    def drop(self, key: bytes) -> None:
-        """Forget the block; its slot is free when nobody reads it."""
+    def drop(self, key: bytes, erase: bool = False) -> None:
+        """Forget the block; its slot is free when nobody reads it (and, with `erase`, when it is `erased`)."""
         entry = self.index.pop(key)
+        entry.erase = erase
         self._evictable.forget(key)
         self._quotas.remove(entry.facts.tenant, key)
         if entry.readers:
             entry.condemned = True
             self._condemned.append(entry)
         else:
-            self._release(entry.slot, entry.facts.tenant)
+            self._release(entry.slot, entry.facts.tenant, erase)
+
+    def clear(self, tenant: str = "", erase: bool = False) -> list[bytes]:
+        """Forget every block, or one tenant's, and what is being written of them; the keys that were here. With
+        `erase` (of a tenant) every slot that carries such a block goes to `take_unerased` before it is free; without,
+        what lies in slots that hold no block does not count any more."""
+        gone = [key for key, entry in self.index.items() if not tenant or entry.facts.tenant == tenant]
+        for key in gone:
+            self.drop(key, erase)
+        for room in self._writing.values():
+            if not tenant or room.tenant == tenant:
+                room.cleared, room.erase = True, erase
+        for entry in self._condemned:
+            if not tenant or entry.facts.tenant == tenant:
+                entry.erase = erase
+        if not erase:
+            self._free += self._erase
+            self._erase.clear()
+            self._carries.clear()
+            self._unwanted.clear()
+            return gone
+        carry = {slot for slot, whose in self._carries.items() if whose in (tenant, None)}
+        for slot in carry:
+            del self._carries[slot]
+        self._free = [slot for slot in self._free if slot not in carry]
+        self._erase += sorted(carry)
+        if self._unscanned:
+            self._unwanted.add(tenant)
+        return gone
+
+    def take_unerased(self, count: int) -> list[int]:
+        """Up to `count` slots whose blocks are to be overwritten, now; each one ends in `erased`."""
+        slots, self._erase = self._erase[:count], self._erase[count:]
+        self._erasing.update(slots)
+        return slots
+
+    def erased(self, slots: Iterable[int], done: bool) -> None:
+        """Nobody writes to these any more; unless it is `done` they are to be taken again."""
+        self._erasing.difference_update(slots)
+        (self._free if done else self._erase).extend(slots)
 
     def check(self) -> list[str]:
         """Findings, in words; empty when every slot is accounted for."""
         held = [*self.index.values(), *self._condemned]
-        places = [*self._free, *self._writing, *(entry.slot for entry in held)]
+        places = [*self._free, *self._erase, *self._erasing, *self._writing, *(entry.slot for entry in held)]
         found = []
         if len(set(places)) != len(places) or len(places) + self._unscanned != self.total:
             found.append(f"{len(places)} places, {self._unscanned} unscanned, for {self.total} slots")
         idle = {key for key, entry in self.index.items() if not entry.readers}
         if len(idle) != len(self._evictable) or any(key not in self._evictable for key in idle):
             found.append(f"nobody reads {len(idle)} blocks, {len(self._evictable)} are evictable")
+        if not self._carries.keys() <= set(self._free):
+            found.append("a slot that is not free counts as left behind")
         tenants = [entry.facts.tenant for entry in held] + [room.tenant for room in self._writing.values()]
         return found + self._quotas.check(tenants)
 
@@ -190,6 +264,10 @@ class SlotTable:
                     break
         return gone
 
-    def _release(self, slot: int, tenant: str) -> None:
+    def _release(self, slot: int, tenant: str, erase: bool) -> None:
         self._quotas.give(tenant)
-        self._free.append(slot)
+        if erase:
+            self._erase.append(slot)
+        else:
+            self._free.append(slot)
+            self._carries[slot] = tenant

@@ -12,6 +12,7 @@ import abc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from baton.errors import BatonError, Reason
 
@@ -84,6 +85,21 @@ class Speed:
         return new if not old else old + self.WEIGHT * (new - old)
 
 
+class Verdict(StrEnum):
+    """What reading a block has shown. One that left meanwhile is sound: nothing is wrong with it."""
+
+    SOUND = "sound"
+    BAD = "bad"
+    UNREADABLE = "unreadable"
+
+
+def verdict(outcome: str) -> Verdict:
+    """What a load's outcome, as it is counted, says of the block."""
+    if outcome in ("ok", "missing"):
+        return Verdict.SOUND
+    return Verdict.BAD if outcome == "corrupt" else Verdict.UNREADABLE
+
+
 class Tier(abc.ABC):
     """Methods belong to one event loop; those that move bytes are async and end by a deadline of the tier's own.
 
@@ -131,8 +147,8 @@ class Tier(abc.ABC):
         writes to it after the call has ended."""
 
     @abc.abstractmethod
-    async def verify(self, key: bytes) -> bool:
-        """Read the block and check it. False when it failed: then it is dropped."""
+    async def verify(self, key: bytes) -> Verdict:
+        """Read the block and check it. A bad one is dropped; one that could not be read stays."""
 
     @abc.abstractmethod
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -146,12 +162,19 @@ class Tier(abc.ABC):
     def check_integrity(self) -> list[str]:
         """Findings of the leak check, in words; empty when every byte is accounted for."""
 
-    def clear(self) -> list[bytes]:
-        """Forget everything. The keys that were here."""
-        return self.drop(self.keys())
+    @abc.abstractmethod
+    def clear(self, tenant: str = "") -> list[bytes]:
+        """Forget everything, or one tenant's blocks; the keys that were here. What is being written of them now is
+        not here afterwards."""
+
+    @property
+    def dirty(self) -> bool:
+        """Whether a block that was forgotten could come back when the process starts again."""
+        return False
 
     async def flush(self) -> None:
-        """Make what was forgotten stay forgotten when the process starts again. Raises OSError."""
+        """Make what was forgotten stay forgotten, as far as that can be done now. Raises OSError; then what is left is
+        for the next call."""
         return
 
     async def close(self) -> None:

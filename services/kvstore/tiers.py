@@ -34,7 +34,8 @@ async def lower_tiers(settings: KvStoreSettings, marks: Watermarks, metrics: KvS
             from services.kvstore.device import DeviceTier
 
             size = int(settings.device_gib * 2**30)
-            lower.tiers.append(DeviceTier("cuda", size, marks, settings.quotas, metrics.tier("device")))
+            count = metrics.tier("device")
+            lower.tiers.append(DeviceTier("cuda", size, marks, settings.quotas, settings.io_deadline_s, count=count))
         except (ImportError, RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
             lower.missing.append(_missing("device", error))
     if settings.nvme_dir:

@@ -71,6 +71,8 @@ class Writeback:
         if len(self._leaving) >= max(1, self._host.slots // 8):
             self._count("no_time")
             return False
+        if stale := self._leaving.get(key):  # dropped meanwhile, and the key came in anew
+            self._host.unpin([stale], used=False)
         self._host.hold(entry)
         self._leaving[key] = entry
         self._line[key] = None
@@ -115,12 +117,14 @@ class Writeback:
 
     async def _write(self, entry: Entry) -> None:
         key, shape = entry.handle.key, self._host.shape
-        if entry.condemned or entry.facts.expired() or shape is None:
+        if entry.facts.expired() or shape is None:
             return
         if not await asyncio.to_thread(self._host.intact, entry):
             await self._host.verify(key)  # drops it
             return
         for tier in self._below:
+            if entry.condemned:  # cleared, and so it is below
+                return
             tier.fix(shape)
             new = not tier.holds(key)
             if await tier.store(key, self._host.view(entry.slot), entry.facts) and new and not entry.condemned:

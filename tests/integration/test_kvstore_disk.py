@@ -208,6 +208,7 @@ async def test_killed_restarted_flipped_truncated(tmp_path: Path, etcd_address: 
         checked = run_cli("kv", "verify", "--store", second.address, "--json")
         assert checked.returncode == 1, "something had rotted"
         assert json.loads(checked.stdout)["failed"] > 0
+        assert json.loads(checked.stdout)["unreadable"] == 0
         assert json.loads(run_cli("kv", "verify", "--store", second.address, "--json").stdout)["failed"] == 0
         text = await asyncio.to_thread(scrape, second.metrics)
         assert 'baton_kvstore_tier_operations_total{operation="load",outcome="corrupt",tier="nvme"}' in text
@@ -219,6 +220,10 @@ async def test_killed_restarted_flipped_truncated(tmp_path: Path, etcd_address: 
             handles = peer.seal(keys(start + 4), FINGERPRINT)[start:]
             await client.offer(peer.peer, handles)
         os.truncate(slab, HEADER)
+        unread = await asyncio.to_thread(run_cli, "kv", "verify", "--store", second.address)
+        assert unread.returncode == 1
+        assert "could not be read" in unread.stdout
+        assert "verify again" in unread.stdout
         assert await read_all(client, peer, names) < 8
         reply_after = await client.offer(peer.peer, peer.seal(names, FINGERPRINT))
         assert reply_after.stored + reply_after.known == 8

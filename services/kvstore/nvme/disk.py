@@ -1,8 +1,8 @@
 """The file below the tier: whole aligned reads and writes, and nothing else, so that a test can break it.
 
 O_DIRECT where the file system takes it: the page cache would double the memory and hide the disk's speed. Where it is
-refused, ordinary I/O with the pages given back afterwards. No fsync: a torn or lost block is a miss, never an error,
-and what a killed process has written the kernel still has.
+refused, ordinary I/O with the pages given back afterwards, for which what was written has to be on the disk. Otherwise
+no fsync: a torn or lost block is a miss, never an error, and what a killed process has written the kernel still has.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class SlabFile(Disk):
         done = 0
         while done < len(data):
             done += os.pwritev(self._fd, [data[done:]], offset + done)
+        if not self.direct:
+            os.fdatasync(self._fd)  # the kernel keeps pages that are not on the disk yet, whatever it is advised
         self._give_pages_back(offset, len(data))
 
     def _give_pages_back(self, offset: int, length: int) -> None:

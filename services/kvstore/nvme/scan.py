@@ -33,10 +33,11 @@ class Scanned:
 
 async def read_headers(
     io: DiskIo, disk: Disk, superblock: Superblock, first: int, many: int, found: Scanned
-) -> list[Header | None]:
+) -> list[Header | None] | None:
     """The headers of `many` slots from `first`, None for those that hold no block of this era; counted in `found`.
 
-    A disk that does not answer is asked again some times; after that these slots are as empty.
+    A disk that does not answer is asked again some times; after that there is None for all of them, and these slots are
+    as empty.
     """
 
     def read(buffer: memoryview) -> list[tuple[bool, Header | None]]:
@@ -54,7 +55,7 @@ async def read_headers(
         except DiskUnavailable:
             await asyncio.sleep(RETRY_S)
     found.unreadable += many
-    return [None] * many
+    return None
 
 
 def _judge(written: bool, header: Header | None, superblock: Superblock, found: Scanned) -> Header | None:

@@ -7,6 +7,7 @@ started is found again by `scan`, in the background: the index fills while the t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -28,11 +29,13 @@ from services.kvstore.nvme.slab import (
 from services.kvstore.nvme.slot_io import Place, erase_slot, read_slot, write_slot
 from services.kvstore.table import SlotEntry, SlotTable
 from services.kvstore.table_tier import TableTier
-from services.kvstore.tier import BlockShape, Facts, TierStats, slots_for
+from services.kvstore.tier import BlockShape, Facts, TierStats, Verdict, slots_for, verdict
 
 THREADS = 4
 SCAN_CHUNK = 64
 """Headers in one operation of the scan."""
+ERASE_CHUNK = 64
+"""Headers that one operation overwrites: each takes a write of its own, because payloads lie between them."""
 
 _log = structlog.get_logger()
 
@@ -59,8 +62,11 @@ class NvmeTier(TableTier):
         self._io = DiskIo(breaker or Breaker(), THREADS, deadline_s)
         self._superblock: Superblock | None = None
         self._saved: Superblock | None = None
+        """What the disk says; None: nobody knows."""
+        self._saving = asyncio.Lock()
+        self._saves = 0
+        """Writes of the superblock that have not returned; a late one may still land over a newer one."""
         self._table = self._new_table(0, 1)
-        self._erase: list[tuple[SlotEntry, Place]] = []
         self._writing: set[bytes] = set()
         self._loading = 0
 
@@ -87,10 +93,11 @@ class NvmeTier(TableTier):
             headers = await read_headers(self._io, self._disk, superblock, first, many, found)
             if table is not self._table:
                 break
-            if superblock is not self._superblock:  # cleared meanwhile
+            readable = headers is not None
+            if headers is None or superblock is not self._superblock:  # cleared meanwhile
                 headers = [None] * many
             entries = [_entry(slot, header) for slot, header in enumerate(headers, first)]
-            new = [e.key for slot, e in enumerate(entries, first) if table.scanned(slot, e) and e is not None]
+            new = [e.key for slot, e in enumerate(entries, first) if table.scanned(slot, e, readable) and e is not None]
             found.blocks += len(new)
             if new:
                 self.on_found(new)
@@ -105,7 +112,6 @@ class NvmeTier(TableTier):
         gone = self.keys()
         self._superblock = Superblock(self._new_era(), shape)
         self._table = self._new_table(slots, slot_bytes(shape))
-        self._erase.clear()
         for slot in range(slots):  # of another shape, so nothing in it counts
             self._table.scanned(slot, None)
         if gone:
@@ -120,7 +126,6 @@ class NvmeTier(TableTier):
             return False
         self._writing.add(key)
         try:
-            await self._save_superblock()
             outcome = await self._store(key, payload, facts)
         except DiskUnavailable as error:
             outcome = self._failed("store", error)
@@ -131,8 +136,7 @@ class NvmeTier(TableTier):
 
     async def _store(self, key: bytes, payload: memoryview, facts: Facts) -> str:
         superblock, table = self._superblock, self._table
-        if superblock is None or len(payload) != superblock.shape.block_bytes:
-            return "cleared"
+        assert superblock is not None, "there is a shape"
         room, gone, reason = table.reserve(facts.tenant)
         if gone:
             self.on_gone(gone, reason)
@@ -146,7 +150,7 @@ class NvmeTier(TableTier):
 
         def seal(buffer: memoryview, digest: int) -> None:
             nonlocal sealed
-            if superblock == self._superblock:  # else everything was cleared meanwhile
+            if not room.cleared and superblock == self._superblock:  # else what it covers was cleared meanwhile
                 sealed = True
                 table.seal(room, key, facts, digest)
 
@@ -157,15 +161,24 @@ class NvmeTier(TableTier):
         def write(buffer: memoryview) -> int:
             return write_slot(self._disk, place, key, room.generation, facts, buffer)
 
+        try:
+            await self._save_superblock()
+        except BaseException:
+            free()
+            raise
+        if superblock != self._superblock:
+            free()
+            return "cleared"
         await self._io.run(place.size, write, before=copy, after=seal, ended=free)
         return "ok" if sealed else "cleared"
 
     async def load(self, key: bytes, into: memoryview) -> bool:
         return await self._load(key, into) == "ok"
 
-    async def verify(self, key: bytes) -> bool:
-        shape = self.shape
-        return shape is None or await self._load(key, memoryview(bytearray(shape.block_bytes))) != "corrupt"
+    async def verify(self, key: bytes) -> Verdict:
+        if (shape := self.shape) is None:
+            return Verdict.SOUND
+        return verdict(await self._load(key, memoryview(bytearray(shape.block_bytes))))
 
     async def _load(self, key: bytes, into: memoryview) -> str:
         superblock, table = self._superblock, self._table
@@ -201,41 +214,41 @@ class NvmeTier(TableTier):
         return outcome
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
-        gone = []
-        for key in keys:
-            entry = self._table.index.get(key)
-            if entry is None or self._superblock is None:
-                continue
-            if not entry.facts.expired():  # else the scan drops it by itself
-                self._table.hold(entry)  # until its header is overwritten
-                self._erase.append((entry, Place(self._superblock.shape, self._superblock.era, entry.slot)))
-            self._table.drop(key)
-            gone.append(key)
-        return gone
+        here = {key: self._table.index[key] for key in keys if key in self._table.index}
+        for key, entry in here.items():
+            self._table.drop(key, erase=not entry.facts.expired())  # else the scan drops it by itself
+        return list(here)
 
-    def clear(self) -> list[bytes]:
-        gone = self.keys()
-        if self._superblock is not None:
-            for key in gone:
-                self._table.drop(key)
+    def clear(self, tenant: str = "") -> list[bytes]:
+        gone = self._table.clear(tenant, erase=bool(tenant))
+        if self._superblock is not None and not tenant:
             self._superblock = Superblock(self._new_era(), self._superblock.shape)
         return gone
+
+    @property
+    def dirty(self) -> bool:
+        return (self.shape is not None and self._superblock != self._saved) or self._saves > 0 or self._table.unerased
 
     async def flush(self) -> None:
         try:
             await self._save_superblock()
-            while self._erase:
-                await self._overwrite(*self._erase.pop())
+            while (superblock := self._superblock) and (slots := self._table.take_unerased(ERASE_CHUNK)):
+                await self._overwrite(self._table, [Place(superblock.shape, superblock.era, slot) for slot in slots])
         except DiskUnavailable as error:
-            for entry, _ in self._erase:
-                self._table.done(entry)
-            self._erase.clear()
             self._count("flush", self._failed("flush", error), 1)
             raise OSError(f"the disk tier: {error}") from error
 
-    async def _overwrite(self, entry: SlotEntry, place: Place) -> None:
-        table = self._table
-        await self._io.run(ALIGN, lambda buffer: erase_slot(self._disk, place, buffer), ended=lambda: table.done(entry))
+    async def _overwrite(self, table: SlotTable, places: list[Place]) -> None:
+        done = False
+
+        def erase(buffer: memoryview) -> None:
+            nonlocal done
+            for place in places:
+                erase_slot(self._disk, place, buffer)
+            done = True
+
+        slots = [place.slot for place in places]
+        await self._io.run(ALIGN, erase, ended=lambda: table.erased(slots, done))
 
     def stats(self) -> TierStats:
         table, shape, speed = self._table, self.shape, self.speed
@@ -253,6 +266,8 @@ class NvmeTier(TableTier):
         return found
 
     async def close(self) -> None:
+        if self._table.unerased:
+            _log.error("cleared blocks may come back with a restart", tier=self.name)
         self._io.close()
         if not self._io.late:
             self._disk.close()
@@ -278,16 +293,26 @@ class NvmeTier(TableTier):
         self._saved = read_superblock(buffer)
 
     async def _save_superblock(self) -> None:
-        superblock = self._superblock
-        if superblock is None or superblock == self._saved:
-            return
+        """Have the disk say what this tier is now. Raises DiskUnavailable."""
+        async with self._saving:
+            if (superblock := self._superblock) is None or superblock == self._saved:
+                return
+            saved: Superblock | None = None
 
-        def write(buffer: memoryview) -> None:
-            write_superblock(superblock, buffer)
-            self._disk.write(0, buffer)
+            def write(buffer: memoryview) -> None:
+                write_superblock(superblock, buffer)
+                self._disk.write(0, buffer)
 
-        await self._io.run(ALIGN, write)
-        self._saved = superblock
+            def in_time(buffer: memoryview, result: None) -> None:
+                nonlocal saved
+                saved = superblock
+
+            def ended() -> None:
+                self._saves -= 1
+                self._saved = saved
+
+            self._saves += 1
+            await self._io.run(ALIGN, write, after=in_time, ended=ended)
 
     def _failed(self, operation: str, error: DiskUnavailable) -> str:
         if error.outcome != "open":

@@ -57,7 +57,9 @@ class HostMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.tier, self.evicted = make_tier()
         self.here: set[bytes] = set()
-        self.open = 0
+        self.filling_now: set[int] = set()
+        self.cleared: set[int] = set()
+        """Generations of slots that were being filled when everything was cleared."""
         self.pinned: list[Entry] = []
         self.waiting = 0
         self.generation = 0
@@ -81,25 +83,26 @@ class HostMachine(RuleBasedStateMachine):
             assert slot.generation > self.generation
             self.generation = slot.generation
             self.tier.view(slot)[:] = b"\xee" * BLOCK
-        self.open += len(slots)
+            self.filling_now.add(slot.generation)
         return multiple(*slots)
 
     @rule(slot=consumes(filling), key=KEYS)
     def commit(self, slot: Slot, key: bytes) -> None:
         fill(self.tier, slot, key)
-        self.here.add(key)
-        self.open -= 1
+        if slot.generation not in self.cleared:
+            self.here.add(key)
+        self.filling_now.remove(slot.generation)
 
     @rule(slot=consumes(filling))
     def cancel(self, slot: Slot) -> None:
         self.tier.cancel(slot)
-        self.open -= 1
+        self.filling_now.remove(slot.generation)
 
     @rule(target=late, slot=consumes(filling))
     def read_is_late(self, slot: Slot) -> tuple[asyncio.Future[None], Slot]:
         settled: asyncio.Future[None] = self.loop.create_future()
         self.tier.quarantine(slot, settled)
-        self.open -= 1
+        self.filling_now.remove(slot.generation)
         self.waiting += 1
         return settled, slot
 
@@ -132,6 +135,7 @@ class HostMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         assert set(self.tier.clear()) == self.here
         self.here.clear()
+        self.cleared |= self.filling_now
 
     @invariant()
     def sound(self) -> None:

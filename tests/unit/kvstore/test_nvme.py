@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import random
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.kvstore.eviction import Watermarks
 from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN, SlabFile
+from services.kvstore.nvme.disk import ALIGN, SlabFile, aligned_buffer
 from services.kvstore.nvme.slab import slot_bytes, slot_offset
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.tier import BlockShape, Facts
@@ -236,14 +241,127 @@ async def test_what_was_cleared_stays_cleared(tmp_path: Path, what: str) -> None
     await second.end()
 
 
-async def test_a_disk_that_cannot_forget_says_so(life: Life) -> None:
-    await life.put(keys(3))
-    life.disk.fail = True
-    life.tier.drop(keys(2))
+async def forgotten(life: Life) -> None:
+    """Flush until nothing that was cleared could come back."""
+    async with asyncio.timeout(HANG_S):
+        while life.tier.dirty:
+            with contextlib.suppress(OSError):
+                await life.tier.flush()
+            await asyncio.sleep(0.005)
+
+
+async def test_evicted_blocks_of_a_cleared_tenant_do_not_come_back(tmp_path: Path) -> None:
+    first = await Life(tmp_path).start()
+    await first.put(keys(SLOTS), Facts("a"))
+    await first.put(keys(1, first=50), Facts("b"))
+    assert len(first.gone) > 1, "evicted, and not all of them overwritten"
+    first.tier.clear("a")
+    await first.tier.flush()
+    assert first.tier.keys() == keys(1, first=50)
+    await first.end()
+    second = await Life(tmp_path).start()
+    assert second.tier.keys() == keys(1, first=50)
+    assert all(await second.put(keys(SLOTS - 2, first=100))), "their slots are free"
+    await second.end()
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_write_under_way_of_a_cleared_tenant_does_not_come_back(tmp_path: Path, late: bool) -> None:
+    first = await Life(tmp_path, deadline_s=0.2 if late else 20.0).start()
+    await first.put(keys(1), Facts("b"))
+    first.disk.go.clear()
+    calls = first.disk.calls
+    writing = asyncio.create_task(first.put(keys(1, first=9), Facts("a")))
+    async with asyncio.timeout(HANG_S):
+        while first.disk.calls == calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        if late:
+            await writing
+    first.tier.clear("a")
+    assert first.tier.dirty
+    first.disk.go.set()
+    assert await writing == [False]
+    await forgotten(first)
+    assert first.tier.keys() == keys(1)
+    await first.end()
+    second = await Life(tmp_path).start()
+    assert second.tier.keys() == keys(1)
+    await second.end()
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_a_tenant_that_is_cleared_before_the_scan_has_come_to_it(
+    tmp_path: Path, readable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.kvstore.nvme.scan.RETRY_S", 0.0)
+    first = await Life(tmp_path).start()
+    await first.put(keys(3), Facts("a"))
+    await first.put(keys(3, first=10), Facts("b"))
+    await first.end()
+    second = Life(tmp_path, breaker=Breaker(threshold=1000))
+    await second.tier.open()
+    if readable:
+        second.tier.clear("a")
+        assert second.tier.dirty
+    second.disk.fail = not readable
+    await second.tier.scan()
+    second.disk.fail = False
+    if not readable:
+        second.tier.clear("a")
+    await forgotten(second)
+    left = keys(3, first=10) if readable else []
+    assert sorted(second.tier.keys()) == left
+    await second.end()
+    third = await Life(tmp_path).start()
+    assert sorted(third.tier.keys()) == left
+    await third.end()
+
+
+async def test_a_disk_that_cannot_forget_says_so_and_is_told_again(tmp_path: Path) -> None:
+    first = await Life(tmp_path, breaker=Breaker(threshold=3, pause_s=0.02)).start()
+    await first.put(keys(3), Facts("a"))
+    first.disk.fail = True
+    first.tier.clear("a")
     with pytest.raises(OSError, match="disk tier"):
-        await life.tier.flush()
-    life.disk.fail = False
+        await first.tier.flush()
+    assert first.tier.dirty
+    first.disk.fail = False
+    await forgotten(first)
+    assert all(await first.put(keys(SLOTS, first=20), Facts("b")))
+    await first.end()
+    second = await Life(tmp_path).start()
+    assert set(second.tier.keys()) == set(keys(SLOTS, first=20))
+    await second.end()
+
+
+async def test_many_headers_are_overwritten_in_few_operations(life: Life) -> None:
+    await life.put(keys(12), Facts("a"))
+    life.tier.clear("a")
+    operations, run = [], life.tier._io.run
+
+    async def counted(size: int, *args: Any, **hooks: Any) -> object:
+        operations.append(size)
+        return await run(size, *args, **hooks)
+
+    life.tier._io.run = counted  # type: ignore[method-assign, assignment]
+    calls = life.disk.calls
+    await life.tier.flush()
+    assert (len(operations), life.disk.calls - calls) == (1, 12)
+
+
+async def test_a_late_write_of_the_superblock_does_not_undo_a_clear(life: Life) -> None:
+    life.disk.go.clear()
+    assert await life.put(keys(1)) == [False]
+    late, life.disk.go = life.disk.go, threading.Event()
+    life.disk.go.set()
+    life.tier.clear()
+    await life.tier.flush()
+    assert life.tier.dirty, "the late one may land over it"
+    late.set()
     await life.settled()
+    assert life.tier.dirty, "it has"
+    await forgotten(life)
+    assert life.tier._saved == life.tier._superblock
 
 
 async def test_another_layout_starts_over(tmp_path: Path) -> None:
@@ -285,6 +403,34 @@ def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
     assert refused.value.errno == errno.EBUSY
     disk.close()
     SlabFile(tmp_path, SIZE).close()
+
+
+def cached_pages(path: Path) -> int:
+    """How many of a file's pages are in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+        states = (ctypes.c_ubyte * (len(pages) // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(pages)
+        try:
+            if libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), states):
+                raise OSError(ctypes.get_errno(), "mincore")
+        finally:
+            del first
+    return sum(state & 1 for state in states)
+
+
+def test_without_direct_io_what_was_written_leaves_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if subprocess.run(["stat", "-fc", "%T", str(tmp_path)], capture_output=True, text=True).stdout.strip() == "tmpfs":
+        pytest.skip("the page cache is all there is of a tmpfs")
+    monkeypatch.setattr(SlabFile, "_try_direct", lambda disk, path, flags: False)
+    disk = SlabFile(tmp_path, 64 * ALIGN)
+    data = aligned_buffer(32 * ALIGN)
+    data[:] = b"x" * len(data)
+    disk.write(ALIGN, data)
+    assert cached_pages(tmp_path / "slab") == 0
+    disk.close()
 
 
 def test_no_room_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from prometheus_client import CollectorRegistry
 
 from baton.kv.arena import Arena
@@ -21,7 +26,7 @@ from services.kvstore.nvme.breaker import Breaker
 from services.kvstore.nvme.disk import ALIGN
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.promotion import Hold
-from services.kvstore.store import Store
+from services.kvstore.store import Store, Verified
 from services.kvstore.tier import BlockShape, Facts
 from tests.unit.kvstore.disks import BreakableDisk
 
@@ -196,6 +201,103 @@ async def test_demoted_when_wanted_twice_and_not_below_yet(bench: Bench) -> None
     assert await bench.look_up(demoted[:1]) == 1
 
 
+class DemotionMachine(RuleBasedStateMachine):
+    """Blocks come, are wanted, leave and are cleared above a disk whose speed the machine decides: no pin outlives the
+    write-behind's line."""
+
+    @initialize()
+    def start(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.folder = tempfile.TemporaryDirectory()
+        self.bench = self.loop.run_until_complete(self._started())
+        self.bench.disk.go.clear()
+
+    async def _started(self) -> Bench:
+        return await Bench(Path(self.folder.name)).start()
+
+    def _turn(self) -> None:
+        self.loop.run_until_complete(asyncio.sleep(0.001))
+
+    @rule(first=st.integers(0, 3), count=st.integers(1, 3))
+    def offer(self, first: int, count: int) -> None:
+        self.bench.offer(keys(count, first=first))
+        self._turn()
+
+    @rule(first=st.integers(0, 3), count=st.integers(1, 3))
+    def want(self, first: int, count: int) -> None:
+        hold = Hold(self.bench.host)
+        self.bench.store.pin(hold, keys(count, first=first), "fp")
+        hold.close()
+        self._turn()
+
+    @rule(tenant=st.sampled_from(["", "nobody"]))
+    def clear(self, tenant: str) -> None:
+        async def cleared() -> None:
+            self.bench.store.clear(tenant=tenant)
+
+        self.loop.run_until_complete(cleared())
+
+    @rule(number=st.integers(0, 3))
+    def drop(self, number: int) -> None:
+        self.bench.host.drop(keys(1, first=number))
+
+    @rule(number=st.integers(0, 3))
+    def come_and_leave(self, number: int) -> None:
+        for _ in range(2):
+            self.offer(number, 1)
+            self.want(number, 1)
+        self.evict(number)
+
+    @rule(number=st.integers(0, 3))
+    def evict(self, number: int) -> None:
+        """What the host asks of a block that nobody holds before it leaves."""
+        (key,) = keys(1, first=number)
+        entry = self.bench.host.entry(key)
+        if entry is not None and not entry.pins and not self.bench.host.keep(key):
+            self.bench.host.drop([key])
+
+    @rule(slow=st.booleans())
+    def disk(self, slow: bool) -> None:
+        (self.bench.disk.go.clear if slow else self.bench.disk.go.set)()
+        self._turn()
+
+    @invariant()
+    def pins_are_the_lines(self) -> None:
+        if hasattr(self, "bench"):
+            held = sum(entry.pins for entry in (*self.bench.host._entries.values(), *self.bench.host._condemned))
+            assert held == self.bench.store.writeback.pins
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            try:
+                self.loop.run_until_complete(self.bench.end())
+            finally:
+                self.loop.close()
+                self.folder.cleanup()
+
+
+DemotionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestDemotion = DemotionMachine.TestCase
+
+
+async def test_a_block_that_comes_and_leaves_again_before_it_is_written_is_let_go(bench: Bench) -> None:
+    """Evicted, cleared, stored anew and evicted again, all while the disk stands still."""
+    bench.disk.go.clear()
+    bench.offer(keys(2))
+    await bench.look_up(keys(2))
+    writeback = bench.store.writeback
+    await bench.until(lambda: writeback.pins == 1)
+    last = next(key for key in keys(2) if (entry := bench.host.entry(key)) and not entry.pins)
+    assert bench.host.keep(last), "what an eviction asks before a block leaves"
+    bench.store.clear()
+    bench.offer([last])
+    assert bench.host.keep(last)
+    assert bench.host.stats().pinned == writeback.pins == 2
+    bench.disk.go.set()
+    await bench.until(lambda: not writeback.open)
+    assert bench.host.stats().pinned == 0
+
+
 async def test_a_look_up_that_leaves_in_the_middle_leaves_nothing(bench: Bench) -> None:
     await bench.push_below(keys(6))
     for steps in range(0, 20, 2):
@@ -301,12 +403,12 @@ async def test_clear_by_tenant_and_of_everything_in_every_tier(bench: Bench) -> 
         bench.offer(keys(2, first=first), tenant)
         await bench.look_up(keys(2, first=first))
         await bench.until(lambda: not bench.store.writeback.open)
-    assert await bench.store.clear(fingerprint="other") == 0
-    assert await bench.store.clear(tenant="a") == 2
+    assert bench.store.clear(fingerprint="other") == 0
+    assert bench.store.clear(tenant="a") == 2
     assert {one.tenant for one in bench.store.listed("")} == {"b"}
     assert [one.tiers for one in bench.store.listed("b")] == [("host", "nvme")] * 2
     assert list(bench.store.listed("a")) == []
-    assert await bench.store.clear() == 2
+    assert bench.store.clear() == 2
     assert bench.store.shape is None
     bench.store.fix(BlockShape("other", 2 * BLOCK, 32))
 
@@ -316,12 +418,67 @@ async def test_a_clear_while_blocks_come_up(bench: Bench) -> None:
     bench.disk.go.clear()
     task = asyncio.create_task(bench.look_up(keys(4)))
     await asyncio.sleep(0.02)
-    clearing = asyncio.create_task(bench.store.clear())
-    await asyncio.sleep(0.02)
+    bench.store.clear()
     bench.disk.go.set()
-    await clearing
     assert await task == 0
     assert bench.host.keys() == []
+    assert bench.outcome("cleared") == 4
+
+
+async def test_a_clear_goes_on_without_its_caller(bench: Bench) -> None:
+    bench.offer(keys(4), "a")
+    await bench.look_up(keys(4))
+    await bench.until(lambda: not bench.store.writeback.open)
+    bench.disk.go.clear()
+    assert bench.store.clear(tenant="a") == 4
+    assert not await bench.store.forgotten(0.0), "the disk has not"
+    caller = asyncio.create_task(bench.store.forgotten(HANG_S))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    bench.disk.go.set()
+    await bench.until(lambda: not bench.nvme.dirty)
+    assert await bench.store.forgotten(HANG_S)
+
+
+async def test_a_clear_is_finished_when_the_disk_is_back(bench: Bench) -> None:
+    await bench.push_below(keys(4))
+    bench.disk.fail = True
+    bench.store.clear(tenant="other")
+    bench.store.clear()
+    assert not await bench.store.forgotten(0.05)
+    bench.disk.fail = False
+    assert await bench.store.forgotten(HANG_S)
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+async def test_what_is_checked_to_be_written_when_it_is_cleared_is_not_written(
+    bench: Bench, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, intact = threading.Event(), bench.host.intact
+    monkeypatch.setattr(bench.host, "intact", lambda entry: checked.wait(HANG_S) and intact(entry))
+    bench.offer(keys(4), "a")
+    await bench.look_up(keys(4))
+    await bench.until(lambda: bench.store.writeback.pins == 1)
+    bench.store.clear(tenant=tenant)
+    checked.set()
+    await bench.until(lambda: not bench.store.writeback.open)
+    assert await bench.store.forgotten(HANG_S)
+    assert bench.nvme.keys() == []
+    assert bench.host.keys() == []
+
+
+async def test_verify_tells_what_cannot_be_read_from_what_is_bad(bench: Bench) -> None:
+    await bench.push_below(keys(6))
+    bench.offer(keys(1, first=50))
+    bench.disk.fail = True
+    last = [step async for step in bench.store.verify()][-1]
+    assert last == Verified(checked=7, total=7, failed=0, unreadable=6)
+    assert len(bench.nvme.keys()) == 6, "they may be good"
+    outcomes = ("error", "open")
+    counts = [bench.metrics._tier.labels("nvme", "load", outcome)._value.get() for outcome in outcomes]
+    assert sum(counts) == 6
+    bench.disk.fail = False
 
 
 async def test_verify_finds_what_has_rotted(bench: Bench) -> None:
@@ -358,7 +515,7 @@ async def test_events_follow_every_tier(bench: Bench) -> None:
     await bench.until(lambda: not bench.store.writeback.open and not bench.store.promotions.open)
     await bench.until(lambda: here == {"host": set(bench.host.keys()), "nvme": set(bench.nvme.keys())})
     assert here["nvme"]
-    await bench.store.clear()
+    bench.store.clear()
     await bench.until(lambda: here == {"host": set(), "nvme": set()})
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -32,7 +32,8 @@ TENANTS = st.sampled_from(["free", "small"])
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Every slot is in one place; what is read or written is nobody else's; a quota is never passed."""
+    """Every slot is in one place; what is read or written is nobody else's; a quota is never passed; when nothing is
+    unerased, no slot carries what was cleared, neither found, free, nor being written then."""
 
     rooms = Bundle("rooms")
     readers = Bundle("readers")
@@ -44,15 +45,22 @@ class TableMachine(RuleBasedStateMachine):
         self.reading: list[SlotEntry] = []
         self.writing: list[Room] = []
         self.generation = 100
+        self.disk = {slot: "free" for slot, key in enumerate(reversed(self.left)) if key}
+        """Whose block each slot carries, or may: what a restart would find."""
+        self.stale: set[int] = set()
+        """Slots that carry what was cleared."""
+        self.cleared: set[int] = set()
+        """Generations that were being written when they were cleared."""
 
     @precondition(lambda self: bool(self.left))
-    @rule()
-    def scan_one(self) -> None:
+    @rule(readable=st.booleans())
+    def scan_one(self, readable: bool) -> None:
         key = self.left.pop()
         slot = SLOTS - self.table.unscanned
         before = set(self.table.index)
-        entry = SlotEntry(key, slot, 1, Facts("free"), 0) if key else None
-        assert self.table.scanned(slot, entry) == (key is not None and key not in before)
+        entry = SlotEntry(key, slot, 1, Facts("free"), 0) if key and readable else None
+        new = entry is not None and key not in before and slot not in self.stale
+        assert self.table.scanned(slot, entry, readable) == new
 
     @rule(target=rooms, tenant=TENANTS)
     def reserve(self, tenant: str) -> object:
@@ -64,13 +72,17 @@ class TableMachine(RuleBasedStateMachine):
         assert room.generation > self.generation
         self.generation = room.generation
         self.writing.append(room)
+        assert room.slot not in self.stale
+        self.disk[room.slot] = tenant
         return room
 
     @rule(room=consumes(rooms), key=KEYS)
     def seal(self, room: Room, key: bytes) -> None:
         self.writing.remove(room)
-        self.table.seal(room, key, Facts(room.tenant), 1)
-        assert key in self.table.index
+        before = self.table.index.get(key)
+        wanted = room.generation not in self.cleared
+        assert self.table.seal(room, key, Facts(room.tenant), 1) == wanted
+        assert wanted == (key in self.table.index) if before is None else self.table.index[key] is before
 
     @rule(room=consumes(rooms))
     def cancel(self, room: Room) -> None:
@@ -91,10 +103,38 @@ class TableMachine(RuleBasedStateMachine):
         self.reading.remove(entry)
         self.table.done(entry)
 
-    @rule(key=KEYS)
-    def drop(self, key: bytes) -> None:
-        if key in self.table.index:
-            self.table.drop(key)
+    @rule(key=KEYS, erase=st.booleans())
+    def drop(self, key: bytes, erase: bool) -> None:
+        if entry := self.table.index.get(key):
+            self.table.drop(key, erase)
+            if erase:
+                self.stale.add(entry.slot)
+
+    @rule(tenant=TENANTS)
+    def clear(self, tenant: str) -> None:
+        here = {key for key, entry in self.table.index.items() if entry.facts.tenant == tenant}
+        assert set(self.table.clear(tenant, erase=True)) == here
+        self.stale |= {slot for slot, whose in self.disk.items() if whose == tenant}
+        self.cleared |= {room.generation for room in self.writing if room.tenant == tenant}
+
+    @rule()
+    def clear_all(self) -> None:
+        """A new era: whatever lies in the slots counts no more, but what is unscanned is told by the scan."""
+        if not self.left:
+            self.table.clear()
+            self.cleared |= {room.generation for room in self.writing}
+            self.disk.clear()
+            self.stale.clear()
+
+    @rule(count=st.integers(1, 4), done=st.booleans())
+    def erase(self, count: int, done: bool) -> None:
+        slots = self.table.take_unerased(count)
+        assert not {room.slot for room in self.writing} & set(slots)
+        assert not {entry.slot for entry in self.reading} & set(slots)
+        self.table.erased(slots, done)
+        for slot in slots if done else ():
+            self.disk.pop(slot, None)
+            self.stale.discard(slot)
 
     @invariant()
     def sound(self) -> None:
@@ -105,6 +145,7 @@ class TableMachine(RuleBasedStateMachine):
         assert len(set(busy)) == len(busy), "one slot, one use"
         assert self.table.busy == len(busy)
         assert self.table._quotas.used("small") <= LIMIT
+        assert not self.stale or self.table.unerased
 
 
 TableMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -18,7 +18,7 @@ from services.kvstore.eviction import Watermarks
 from services.kvstore.host import HostTier
 from services.kvstore.nvme.disk import ALIGN, SlabFile
 from services.kvstore.nvme.tier import NvmeTier
-from services.kvstore.tier import BlockShape, Facts, Tier
+from services.kvstore.tier import BlockShape, Facts, Tier, Verdict
 
 BLOCK = 4096
 SLOTS = 8
@@ -73,7 +73,7 @@ async def test_what_is_stored_is_loaded(tier: Tier) -> None:
     for key in keys(5):
         assert tier.holds(key)
         assert await get(tier, key) == bytes(payload(key))
-        assert await tier.verify(key)
+        assert await tier.verify(key) is Verdict.SOUND
     assert await get(tier, b"x" * 16) is None
     assert tier.stats().blocks == 5
     assert tier.stats().state.startswith("ok")
@@ -145,6 +145,22 @@ async def test_drop_and_clear_forget(tier: Tier) -> None:
     assert tier.keys() == []
     tier.fix(SHAPE)
     assert all(await put(tier, keys(SLOTS)))
+
+
+@pytest.mark.parametrize("tenant", ["", "small"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+async def test_what_is_being_stored_when_it_is_cleared_is_not_here_afterwards(
+    tier: Tier, tenant: str, steps: int
+) -> None:
+    await put(tier, keys(1), Facts("other"))
+    storing = asyncio.create_task(tier.store(b"k" * 16, payload(b"k" * 16), Facts("small")))
+    await asyncio.sleep(0)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    tier.clear(tenant)
+    await storing
+    assert tier.keys() == (keys(1) if tenant else [])
+    await tier.flush()
 
 
 async def test_many_at_once(tier: Tier) -> None:
