@@ -43,8 +43,9 @@ WORKERS = ("prefill", "decode", "merged")
 
 
 class Stack:
-    """One run. `frontends` maps names to their --fallback, `http` are flags for every frontend, `workers` for every
-    worker, and `extra` are further workers: a name to its role and the flags in which it differs from the others."""
+    """One run. `frontends` maps names to their --fallback, `http` are flags for every frontend, `store` for the store,
+    `workers` for every worker, and `extra` are further workers: a name to its role and the flags in which it differs
+    from the others."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Stack:
         dtype: str = "float32",
         frontends: Mapping[str, str] | None = None,
         http: Mapping[str, object] | None = None,
+        store: Mapping[str, object] | None = None,
         extra: Mapping[str, tuple[str, Mapping[str, object]]] | None = None,
         **workers: object,
     ) -> None:
@@ -71,7 +73,7 @@ class Stack:
         names = ["router", *(f"router-{n}" for n in range(2, routers + 1))]
         self._plan: dict[str, tuple[str, dict[str, object]]] = dict.fromkeys(names, ("router", shared))
         if kvstore:
-            self._plan["kvstore"] = ("kvstore", {**shared, "capacity_gib": 0.1})
+            self._plan["kvstore"] = ("kvstore", {**shared, "capacity_gib": 0.1, **(store or {})})
         for role, count in (("prefill", prefill), ("decode", decode), ("merged", merged)):
             for n in range(1, count + 1):
                 flags = {**served, "dtype": dtype, "pool_gib": 0.5, **workers}
@@ -240,12 +242,14 @@ class Stack:
         """What every live worker, router and store still holds."""
         found = {}
         for name, (role, _) in self._plan.items():
-            if role in _STUBS and self._lives(name):
-                with self._stub(name) as stub:
-                    reply = stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=HANG_S)
-                if reply.findings:
-                    found[name] = list(reply.findings)
+            if role in _STUBS and self._lives(name) and (held := self.held(name)):
+                found[name] = held
         return found
+
+    def held(self, name: str) -> list[str]:
+        """The same of one process."""
+        with self._stub(name) as stub:
+            return list(stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=HANG_S).findings)
 
     def settle(self, within_s: float = CLEAN_S) -> float:
         """Wait until nothing is held any more; how long that took. Fails with what still is."""
@@ -286,6 +290,19 @@ class Stack:
         with self._stub(router) as stub:
             reply = stub.View(router_pb2.ViewRequest(), timeout=HANG_S)
         return {view.store.id: (view.state, view.indexed_blocks) for view in reply.stores}
+
+    def listed(self, tier: str, store: str = "kvstore") -> set[bytes]:
+        """The keys of the blocks that a store says it has in a tier."""
+        with self._stub(store) as stub:
+            pages = stub.List(kvstore_pb2.ListRequest(), timeout=HANG_S)
+            return {block.key for page in pages for block in page.blocks if tier in block.tiers}
+
+    def rotten(self, store: str = "kvstore") -> int:
+        """How many blocks of a store, in all of its tiers, are not what they were sealed as."""
+        with self._stub(store) as stub:
+            *_, last = stub.Verify(kvstore_pb2.VerifyRequest(), timeout=HANG_S)
+        assert last.checked == last.total
+        return int(last.failed)
 
     @contextlib.contextmanager
     def _stub(self, name: str) -> Iterator[object]:

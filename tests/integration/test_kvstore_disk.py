@@ -1,5 +1,5 @@
-"""The disk tier of a real store process: killed in mid-write, flipped, truncated, full, frozen. Always a miss and a
-counter, never an error to the client, never wrong bytes."""
+"""The disk tier of a real store process: killed in mid-write, flipped, truncated, full at start and later, frozen.
+Always a miss and a counter, never an error to the client, never wrong bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -38,6 +40,7 @@ HEADER = 4096
 DISK_SLOTS = 64
 NVME_GIB = (HEADER + DISK_SLOTS * (HEADER + BLOCK)) / 2**30
 BLOCKS = 40
+STALL_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +133,40 @@ async def fill_disk(client: Client, peer: KvPeer, names: list[bytes]) -> None:
             return (await nvme(client)).blocks == wanted
 
         await until(written, "write-behind did not write")
+
+
+async def on_disk(client: Client, *, alone: bool = False) -> list[bytes]:
+    """Keys of the blocks that lie on the disk, or on the disk alone."""
+    pages = client.stub.List(kvstore_pb2.ListRequest(), timeout=HANG_S)
+    listed = [block async for page in pages for block in page.blocks if "nvme" in block.tiers]
+    return [block.key for block in listed if not alone or len(block.tiers) == 1]
+
+
+async def all_right_from_disk(client: Client, peer: KvPeer) -> None:
+    """More is written than the host holds; then what lies on the disk alone comes up and is right."""
+    for first in range(3000, 3000 + 2 * SLOTS, 4):
+        names = keys(4, first=first)
+        await client.offer(peer.peer, peer.seal(names, FINGERPRINT))
+        await read_all(client, peer, names)  # wants them written
+        await client.settle()
+    alone = await on_disk(client, alone=True)
+    assert alone
+    assert [await read_all(client, peer, [name]) for name in alone] == [1] * len(alone)
+
+
+async def verify(client: Client) -> int:
+    """Have every block of every tier read and checked; how many failed and are gone."""
+    *_, last = [reply async for reply in client.stub.Verify(kvstore_pb2.VerifyRequest(), timeout=HANG_S)]
+    assert last.checked == last.total
+    return int(last.failed)
+
+
+async def counted(process: WorkerProcess, operation: str, outcome: str) -> float:
+    """So many blocks on the disk ended so."""
+    text = await asyncio.to_thread(scrape, process.metrics)
+    labels = f'{{operation="{operation}",outcome="{outcome}",tier="nvme"}}'
+    found = re.search(rf"^baton_kvstore_tier_operations_total{re.escape(labels)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def command(*arguments: str) -> bool:
@@ -289,4 +326,93 @@ async def test_a_full_disk_is_no_tier_and_a_frozen_one_a_miss(
             return (await nvme(client)).state.startswith("ok")
 
         await until(back, "the disk is back and nobody uses it")
+        await client.settle()
+
+
+async def test_a_disk_without_room_in_mid_run(
+    tmp_path: Path, etcd_address: str, peer: KvPeer, mounted: Callable[..., Path]
+) -> None:
+    """What was preallocated cannot run out by itself. It can be taken away (a thin volume, a snapshot, a tool that
+    makes files sparse): here a hole is punched into the slab, and another file takes the room."""
+    small = mounted("small", "-t", "tmpfs", "-o", "size=16m", "tmpfs")
+    slab, ballast = small / "kv" / "slab", small / "ballast"
+    store = start_store(tmp_path, etcd_address, "later", nvme_dir=slab.parent, nvme_gib=NVME_GIB)
+    async with running(store) as client:
+        await fill_disk(client, peer, keys(8))
+        for first in range(8, 8 + SLOTS, 4):
+            await client.offer(peer.peer, peer.seal(keys(4, first=first), FINGERPRINT))
+        lost = await on_disk(client, alone=True)
+        assert lost
+        hole = slab.stat().st_size - HEADER
+        assert command("fallocate", "--punch-hole", f"--offset={HEADER}", f"--length={hole}", str(slab))
+        with ballast.open("wb", buffering=0) as file:
+            while shutil.disk_usage(small).free:
+                file.write(bytes(HEADER))
+        # the headers cannot even be overwritten: they are misses all the same
+        assert [await read_all(client, peer, [name]) for name in lost] == [0] * len(lost)
+        assert (await client.stats()).evicted["corrupt"] == len(lost)
+        assert await verify(client) == 8 - len(lost), "these the host has, too"
+        names = keys(4, first=30)
+        assert (await client.offer(peer.peer, peer.seal(names, FINGERPRINT))).stored == 4
+
+        async def state(wanted: str) -> bool:
+            assert await read_all(client, peer, names) == 4  # and wants them written
+            return (await nvme(client)).state.startswith(wanted)
+
+        await until(lambda: state("open"), "a disk without room is not noticed")
+        assert await counted(store, "store", "error") >= 3
+        ballast.unlink()
+        await until(lambda: state("ok"), "there is room again and nobody uses it")
+
+        async def written() -> bool:
+            assert await read_all(client, peer, names) == 4
+            return set(names) <= set(await on_disk(client))
+
+        await until(written, "there is room again and nothing is written")
+        await all_right_from_disk(client, peer)
+        await client.settle()
+
+
+async def test_a_disk_that_stalls_for_seconds(
+    tmp_path: Path, etcd_address: str, peer: KvPeer, mounted: Callable[..., Path]
+) -> None:
+    """Longer than the deadline that a store has by itself: what the host has is served all the time."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    if not command("mkfs.ext4", "-q", str(image)):
+        pytest.skip("no mkfs.ext4")
+    ice = mounted("ice", "-o", "loop", str(image))
+    store = start_store(tmp_path, etcd_address, "stalled", nvme_dir=ice / "kv", nvme_gib=NVME_GIB)
+    async with running(store) as client:
+        await fill_disk(client, peer, keys(8))
+        before = await counted(store, "store", "ok")
+        assert command("fsfreeze", "-f", str(ice))
+        try:
+            stalled = time.monotonic()
+
+            async def noticed() -> bool:
+                names = keys(4, first=random.Random().randrange(100, 1000))
+                reply = await client.offer(peer.peer, peer.seal(names, FINGERPRINT))
+                assert reply.stored + reply.known == 4
+                assert await read_all(client, peer, names, deadline_s=2.0) == 4  # and wants them written
+                await read_all(client, peer, keys(8), deadline_s=2.0)  # of the disk: all of it right, if not all of it
+                over = time.monotonic() - stalled > STALL_S
+                return over and (await nvme(client)).state.startswith("open")
+
+            await until(noticed, "a disk that hangs is not noticed")
+            assert await counted(store, "store", "late") >= 3
+            assert await counted(store, "store", "ok") == before
+        finally:
+            assert command("fsfreeze", "-u", str(ice))
+        names = keys(4, first=2000)
+        await client.offer(peer.peer, peer.seal(names, FINGERPRINT))
+
+        async def written() -> bool:
+            await read_all(client, peer, names)  # wants them written
+            return set(names) <= set(await on_disk(client))
+
+        await until(written, "the disk is back and nobody uses it")
+        assert (await nvme(client)).state.startswith("ok")
+        await all_right_from_disk(client, peer)
         await client.settle()
