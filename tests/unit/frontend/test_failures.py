@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -49,10 +50,14 @@ async def stream_text(stack: Stack, **fields: Any) -> tuple[str, dict[str, Any]]
 
 
 async def post(stack: Stack, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A chat request on a connection that the test reads, or does not."""
+    """A chat request on a connection that the test reads, or does not. The kernel takes little for it: where sockets
+    may have 32 MB, a whole answer would go there, read or not."""
     body = json.dumps({"model": stack.model.name, "messages": HI} | fields).encode()
     host, _, port = stack.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=client, limit=1)
     lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", "content-type: application/json")
     head = "\r\n".join((*lines, f"content-length: {len(body)}", "", ""))
     writer.write(head.encode() + body)
