@@ -54,9 +54,9 @@ def _run(sgl: Any, choices: Any, backend: Any, url: str, key: str) -> dict[str, 
     found: dict[str, Any] = {}
 
     @sgl.function
-    def gen(s: Any, prompt: str) -> None:
+    def gen(s: Any, prompt: str, tokens: int = 12) -> None:
         s += prompt
-        s += sgl.gen("answer", max_tokens=12, temperature=0.0, ignore_eos=True)
+        s += sgl.gen("answer", max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     state = gen.run(prompt=PROMPT)
     found["gen"] = {
@@ -66,9 +66,10 @@ def _run(sgl: Any, choices: Any, backend: Any, url: str, key: str) -> dict[str, 
         "meta": state.get_meta_info("answer"),
     }
 
-    streamed = gen.run(prompt=PROMPT, stream=True)
+    # So many that they take some time: what comes while the client looks away is one piece.
+    streamed = gen.run(prompt=PROMPT, tokens=400, stream=True)
     pieces = list(streamed.text_iter("answer"))
-    found["stream"] = {"pieces": pieces, "whole": state["answer"]}
+    found["stream"] = {"pieces": pieces, "whole": gen.run(prompt=PROMPT, tokens=400)["answer"]}
 
     @sgl.function
     def shaped(s: Any) -> None:
