@@ -270,17 +270,22 @@ async def test_killed_restarted_flipped_truncated(tmp_path: Path, etcd_address: 
         await client.channel.close()
 
 
-async def test_a_full_disk_is_no_tier_and_a_frozen_one_a_miss(
-    tmp_path: Path, etcd_address: str, peer: KvPeer, mounted: Callable[..., Path]
-) -> None:
-    """One store asks for more than there is. Another one's file system stops answering, and comes back."""
-    small = mounted("small", "-t", "tmpfs", "-o", "size=1m", "tmpfs")
+def freezable(tmp_path: Path, mounted: Callable[..., Path]) -> Path:
+    """A small file system of its own, which `fsfreeze` can stop. Skips the test without mkfs.ext4."""
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(32 << 20)
     if not command("mkfs.ext4", "-q", str(image)):
         pytest.skip("no mkfs.ext4")
-    ice = mounted("ice", "-o", "loop", str(image))
+    return mounted("ice", "-o", "loop", str(image))
+
+
+async def test_a_full_disk_is_no_tier_and_a_frozen_one_a_miss(
+    tmp_path: Path, etcd_address: str, peer: KvPeer, mounted: Callable[..., Path]
+) -> None:
+    """One store asks for more than there is. Another one's file system stops answering, and comes back."""
+    small = mounted("small", "-t", "tmpfs", "-o", "size=1m", "tmpfs")
+    ice = freezable(tmp_path, mounted)
     full = start_store(tmp_path, etcd_address, "full", nvme_dir=small / "kv", nvme_gib=1.0, quota="poor=0.0002")
     flags = {"nvme_dir": ice / "kv", "nvme_gib": NVME_GIB, "io_deadline_s": 0.5}
     frozen = start_store(tmp_path, etcd_address, "frozen", **flags)
@@ -377,12 +382,7 @@ async def test_a_disk_that_stalls_for_seconds(
     tmp_path: Path, etcd_address: str, peer: KvPeer, mounted: Callable[..., Path]
 ) -> None:
     """Longer than the deadline that a store has by itself: what the host has is served all the time."""
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(32 << 20)
-    if not command("mkfs.ext4", "-q", str(image)):
-        pytest.skip("no mkfs.ext4")
-    ice = mounted("ice", "-o", "loop", str(image))
+    ice = freezable(tmp_path, mounted)
     store = start_store(tmp_path, etcd_address, "stalled", nvme_dir=ice / "kv", nvme_gib=NVME_GIB)
     async with running(store) as client:
         await fill_disk(client, peer, keys(8))
