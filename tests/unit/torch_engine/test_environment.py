@@ -22,5 +22,5 @@ def test_huge_pages_are_asked_for_unless_somebody_decided(given: dict[str, str],
 
 @pytest.mark.parametrize("cache", SHAPE_CACHES)
 def test_compiled_shapes_are_bounded_unless_somebody_decided(cache: str) -> None:
-    assert child_environment({})[cache] == "128"
+    assert child_environment({})[cache] == "48"
     assert child_environment({cache: "1024"})[cache] == "1024"
