@@ -31,7 +31,7 @@ PREFILL, DECODE, MERGED = Role
 class Parameters:
     """The policy's constants; README.md says where each comes from."""
 
-    stall_weight: float = 3.0
+    stall_weight: float = 5.0
     assumed_streams: float = 1.0
     handover_s: float = 0.005
     assumed_arrivals_s: float = 0.5

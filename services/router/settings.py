@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from baton.config import ServiceSettings
+from services.router.costs import Parameters
 
 
 class RouterSettings(ServiceSettings):
@@ -14,5 +15,7 @@ class RouterSettings(ServiceSettings):
         default=1_000_000, gt=0, description="Block keys the prefix index holds at most (about 300 bytes each)."
     )
     stall_weight: float = Field(
-        default=3.0, ge=0.0, description="Seconds of this request that a frozen stream's second is worth."
+        default=Parameters.stall_weight,
+        ge=0.0,
+        description="Seconds of this request that a frozen stream's second is worth.",
     )

@@ -93,7 +93,7 @@ def test_local_below_the_price_of_a_hand_over_and_not_above() -> None:
 
     # a tie goes to the hand-over
     boundary = next(t for t in range(1, 1000) if worth(t) >= price(t) - P.tie_s)
-    assert 20 < boundary < 30
+    assert 12 < boundary < 20
     assert mode_of(workers, ask(boundary - 1)) is Mode.LOCAL
     assert mode_of(workers, ask(boundary + 1)) is Mode.DISAGGREGATED
 
@@ -130,7 +130,7 @@ def test_a_queue_at_the_prefill_moves_requests_to_merged() -> None:
     assert isinstance(choice, Choice)
     assert choice.winner.mode is Mode.MERGED
     assert choice.reasons == (RouteReason.MERGED_CHEAPEST,)
-    assert 4 < slack / 200 < 6, "about five prompts like this one may wait"
+    assert 6 < slack / 200 < 8, "about seven prompts like this one may wait"
 
 
 def test_stall_counts_every_frozen_stream_and_the_assumed_one() -> None:

@@ -54,7 +54,7 @@ def test_a_batch_fuller_by_what_a_hand_over_saves_sends_the_stream_to_merged() -
     pair = worker(Role.PREFILL), worker(Role.DECODE)
     saved = own_cost(worker(Role.MERGED), ask(50), P).total - pair_cost(*pair, ask(50), rate, P).total
     boundary = int(saved / (2 * DECODE_S / 64))
-    assert boundary == 3
+    assert boundary == 5
     merged = worker(Role.MERGED)
     assert streamer(pair[0], worker(Role.DECODE, streams=boundary), merged) == "decode-0"
     assert streamer(pair[0], worker(Role.DECODE, streams=boundary + 1), merged) == "merged-0"
