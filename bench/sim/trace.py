@@ -6,9 +6,11 @@ Mooncake: https://github.com/kvcache-ai/Mooncake (2024). Azure: https://github.c
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import random
+import struct
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +42,19 @@ class Trace:
     def seconds(self) -> float:
         """From the first arrival to the last."""
         return self.requests[-1].at - self.requests[0].at
+
+    @property
+    def prompt_tok_s(self) -> float:
+        """Prompt tokens that arrive in a second."""
+        return sum(request.prompt for request in self.requests) / self.seconds
+
+    def digest(self) -> str:
+        """Names these arrivals: what comes when, how long, sharing what."""
+        found = hashlib.blake2b(str(self.block).encode(), digest_size=8)
+        for request in self.requests:
+            found.update(struct.pack("<dqq", request.at, request.prompt, request.output))
+            found.update(b"".join(request.keys))
+        return found.hexdigest()
 
     def faster(self, factor: float) -> Trace:
         """The same requests, arriving `factor` times as fast."""

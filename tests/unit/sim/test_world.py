@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.sim.baselines import BASELINES, LeastLoaded, LeastLoadedLoading, MaxPrefix, Random, RoundRobin
+from bench.sim.cache import Cache
 from bench.sim.figures import Slo, figures
-from bench.sim.fleet import Cache, Job, Setting
+from bench.sim.fleet import Job, Setting
+from bench.sim.frozen import BASELINES, LeastLoaded, LeastLoadedLoading, MaxPrefix, Random, RoundRobin
 from bench.sim.ours import Ours
 from bench.sim.trace import Request, Trace, azure, mooncake
 from bench.sim.world import Failure, Placement, Policy, World
