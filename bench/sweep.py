@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.trace not in traces:
         parser.error(f"no trace {options.trace} in {options.traces}: {', '.join(traces) or 'none'}")
     copies = max(1, options.prefills // COPY_PREFILLS)
-    trace = traces[options.trace].copies(copies).window(options.seconds)
+    trace = traces[options.trace].copies(copies, seconds=options.seconds)
     setting = Setting(prefills=options.prefills, decodes=options.decodes)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         runs = sweep(lines(setting, tiers=options.tiers), trace, options.loads, progress)

@@ -59,7 +59,7 @@ def arrivals(traces: Mapping[str, Trace]) -> Iterator[Trace]:
 
 def large_arrivals(trace: Trace, seconds: float = LARGE_S) -> Trace:
     """The first `seconds` of what is played on `LARGE_FLEET`, out of `LARGE_TRACE`."""
-    copies = trace.copies(LARGE_COPIES, LARGE_COPIES_SEED).window(seconds)
+    copies = trace.copies(LARGE_COPIES, LARGE_COPIES_SEED, seconds)
     return Trace(f"{trace.name}_{LARGE_FLEET.prefills}", copies.block, copies.requests)
 
 

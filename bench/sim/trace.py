@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import os
 import random
 import struct
@@ -64,8 +65,9 @@ class Trace:
         """What arrives within the first `seconds`."""
         return Trace(self.name, self.block, [r for r in self.requests if r.at < seconds])
 
-    def copies(self, count: int, seed: int = 0) -> Trace:
-        """`count` of this trace side by side: as many users, none of whom shares a key with another's copy.
+    def copies(self, count: int, seed: int = 0, seconds: float = math.inf) -> Trace:
+        """`count` of this trace side by side: as many users, none of whom shares a key with another's copy. Of that
+        what arrives within the first `seconds`.
 
         Each copy but the first begins at a random place and wraps around, so that bursts do not meet.
         """
@@ -75,8 +77,9 @@ class Trace:
         for number in range(count):
             shift, mark = (rng.uniform(0.0, length) if number else 0.0), number.to_bytes(2, "little")
             found += [
-                Request((r.at + shift) % length, r.prompt, r.output, tuple(key[: -len(mark)] + mark for key in r.keys))
+                Request(at, r.prompt, r.output, tuple(key[: -len(mark)] + mark for key in r.keys))
                 for r in self.requests
+                if (at := (r.at + shift) % length) < seconds
             ]
         return Trace(self.name, self.block, sorted(found, key=lambda r: r.at))
 

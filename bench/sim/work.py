@@ -21,11 +21,14 @@ class Work(NamedTuple):
 
 
 def work(setting: Setting, block: int, node: Prefill, source: Prefill | None, job: Job, now: float) -> Work:
-    """Of `job` if `node` started it now. `source` is the node that its placement names, None when it names none."""
+    """Of `job` if `node` started it now. `source` is the node that its placement names, None when it names none or that
+    one is down: then nothing is loaded that the plan counted on."""
     own = min(job.prompt - 1, node.cache.prefix(job.request.keys) * block)
     nothing = Work(own, 0, 0, 0.0, (job.prompt - own) / setting.prefill_tok_s, None)
     if setting.tiers is None:
         return (_from_cache(setting, block, own, source, job, now) if source else None) or nothing
+    if source is None and job.source >= 0:
+        return nothing
     loading = _from_store(setting, setting.tiers, block, own, node, source or node, job, now)
     if job.upto is None:
         return min(nothing, *loading, key=lambda option: option.seconds) if loading else nothing

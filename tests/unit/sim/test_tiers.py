@@ -97,6 +97,16 @@ def test_a_plan_says_how_far_to_load() -> None:
         assert jobs[2].loaded == loaded
 
 
+def test_a_store_that_is_down_is_not_loaded_from() -> None:
+    asks = [ask(0.0, FIRST), ask(10.0, SECOND), ask(20.0, FIRST)]
+    where = iter([Placement(0), Placement(0), Placement(0, source=1, upto=4 * BLOCK)])
+    policy = Fixed(Placement(0))
+    policy.place = lambda world, job: next(where)  # type: ignore[method-assign]
+    two = replace(SETTING, prefills=2)
+    jobs = World(two, trace(*asks), policy, [Failure(15.0, "prefill", 1, 60.0)]).run()
+    assert (jobs[2].cached, jobs[2].loaded) == (0, 0)
+
+
 def test_left_to_itself_a_node_loads_only_what_is_sooner_there_than_computed() -> None:
     asks = ask(0.0, FIRST), ask(10.0, SECOND), ask(20.0, THIRD), ask(30.0, FIRST)
     slower = replace(SETTING, tiers=replace(SLOW, nvme_bytes_s=500.0))

@@ -191,4 +191,5 @@ def test_copies_share_nothing_and_keep_the_rate() -> None:
     assert many.seconds <= one.requests[-1].at + 1e-3
     assert [r.at for r in many.requests] == sorted(r.at for r in many.requests)
     assert len({key for r in many.requests for key in r.keys}) == 3 * len({key for r in one.requests for key in r.keys})
+    assert one.copies(3, seconds=20.0) == many.window(20.0)
     assert one.faster(2.0).seconds == pytest.approx(one.seconds / 2)
