@@ -1,9 +1,9 @@
 """Does placing prompts by prefix and load pay? Mean time to the first token of each policy on the shipped traces.
 
-Simulated (bench/sim): prompts only, 8 nodes, an LRU of 3 M tokens on each, 6,000 prompt tokens a second, FIFO. The
-Mooncake traces arrive by their own timestamps; the light Azure traces so much faster that their prompts take
-60 % of what the nodes can compute. The same again with 1,000 nodes: 125 copies of the conversation trace side by side
-(sim/trace.py), the first minutes. Ratios: mean TTFT of the policy over ours, above 1 is slower than ours.
+Simulated (bench/sim): prompts only, FIFO, on the fleets and arrivals of bench/sim/frozen.py: the Mooncake traces by
+their own timestamps, the light Azure traces so much faster that they offer 60 % of what 8 nodes compute; and 125 copies
+of the conversation side by side on 1,000 nodes, the first minutes. Ratios: mean TTFT of the policy over ours, above 1
+is slower than ours.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -20,18 +20,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.sim.baselines import BASELINES, SEEDS, Baseline, LeastLoadedLoading
-from bench.sim.figures import Figures, Slo, figures
+from bench.sim import frozen
+from bench.sim.figures import Figures, figures
 from bench.sim.fleet import Setting
+from bench.sim.frozen import BASELINES, FLEET, LARGE_FLEET, SLO, Baseline, LeastLoadedLoading
 from bench.sim.ours import Ours
 from bench.sim.trace import Trace, shipped, traces_folder
 from bench.sim.world import Policy, World
 
-CONVERSATION = "mooncake_conversation"
 OURS = "ours"
-LARGE = 1000
-AZURE_LOAD = 0.6
-SLO = Slo(ttft_s=10.0)
 
 Maker = Callable[[int], Policy]
 """A policy from a seed."""
@@ -71,25 +68,16 @@ def _mean(runs: list[Figures]) -> Figures:
     return Figures(**{name: fmean(column[name] for column in columns) for name in columns[0]})
 
 
-def arrivals(traces: dict[str, Trace]) -> Iterator[Trace]:
-    """The traces as they are played on 8 nodes."""
-    setting = Setting()
-    offered = AZURE_LOAD * setting.prefills * setting.prefill_tok_s
-    for trace in traces.values():
-        yield trace if trace.name.startswith("mooncake") else trace.faster(offered / _offered(trace))
-
-
-def _offered(trace: Trace) -> float:
-    """Prompt tokens a second."""
-    return sum(request.prompt for request in trace.requests) / trace.seconds
-
-
-def ratios(found: dict[str, Figures]) -> dict[str, float]:
-    """What the run says, ready for JSON."""
+def told(trace: Trace, found: dict[str, Figures]) -> dict[str, float]:
+    """What the run says, ready for JSON. `frozen` is whether the arrivals are those that figures are compared on."""
+    as_frozen = trace.digest() == frozen.ARRIVALS.get(trace.name)
+    if not as_frozen:
+        Console().print(f"{trace.name}: other arrivals than the frozen ones; compare with no other run", markup=False)
     ours = found[OURS].ttft_mean
     over = {f"{name}_over_ours": round(run.ttft_mean / ours, 3) for name, run in found.items() if name != OURS}
     means = {f"{name}_ttft_s": round(run.ttft_mean, 3) for name, run in found.items()}
-    return over | means | {f"{name}_goodput": round(run.goodput, 4) for name, run in found.items()}
+    goodputs = {f"{name}_goodput": round(run.goodput, 4) for name, run in found.items()}
+    return {"frozen": as_frozen} | over | means | goodputs
 
 
 def show(title: str, found: dict[str, Figures]) -> None:
@@ -110,23 +98,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="baton bench routing", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--traces", type=Path, default=traces_folder(), help="folder of the traces")
-    parser.add_argument("--large-s", type=float, default=180.0, help="seconds of trace at 1,000 nodes; 0 leaves it out")
+    parser.add_argument(
+        "--large-s", type=float, default=frozen.LARGE_S, help="seconds of trace at 1,000 nodes; 0 leaves it out"
+    )
     options = parser.parse_args(argv)
     traces = shipped(options.traces) if options.traces else {}
     if not traces:
         parser.error("no traces: give --traces a folder with Mooncake's .jsonl or Azure's .csv files")
     results: dict[str, dict[str, float]] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for trace in arrivals(traces):
-            found = compared(Setting(), trace, SEEDS, progress, ablations=True)
-            results[trace.name] = ratios(found)
-            show(f"{trace.name}, 8 nodes", found)
-        if options.large_s and CONVERSATION in traces:
-            copies = LARGE // Setting().prefills
-            trace = traces[CONVERSATION].copies(copies).window(options.large_s)
-            found = compared(Setting(prefills=LARGE), trace, SEEDS[:1], progress, ablations=False)
-            results[f"{CONVERSATION}_{LARGE}"] = ratios(found)
-            show(f"{copies} x {trace.name}, {LARGE} nodes, {options.large_s:.0f} s", found)
+        for trace in frozen.arrivals(traces):
+            found = compared(FLEET, trace, frozen.SEEDS, progress, ablations=True)
+            results[trace.name] = told(trace, found)
+            show(f"{trace.name}, {FLEET.prefills} nodes", found)
+        if options.large_s and frozen.LARGE_TRACE in traces:
+            trace = frozen.large_arrivals(traces[frozen.LARGE_TRACE], options.large_s)
+            found = compared(LARGE_FLEET, trace, frozen.LARGE_SEEDS, progress, ablations=False)
+            results[trace.name] = told(trace, found)
+            show(f"{frozen.LARGE_COPIES} x {frozen.LARGE_TRACE}, {LARGE_FLEET.prefills} nodes", found)
     if options.json:
         print(json.dumps(results), flush=True)
     return 0

@@ -19,7 +19,8 @@ class Slo:
 @dataclass(frozen=True)
 class Figures:
     """Seconds; shares of 0 to 1. TTFT is over those that were served; `goodput` is the share of all that came, so a
-    refusal is a failure like a late answer."""
+    refusal is a failure like a late answer. Of the prompt tokens `hit` were not computed, of these `loaded` from
+    another node's cache or a store, of these `disk` from its disk."""
 
     requests: float
     refused: float
@@ -29,6 +30,7 @@ class Figures:
     tpot_mean: float
     hit: float
     loaded: float
+    disk: float
     goodput: float
     good_per_s: float
     resumed: float
@@ -53,6 +55,7 @@ def figures(jobs: Sequence[Job], slo: Slo) -> Figures:
         tpot_mean=sum(tpots) / max(1, len(tpots)),
         hit=sum(job.cached for job in served) / max(1, prompts),
         loaded=sum(job.loaded for job in served) / max(1, prompts),
+        disk=sum(job.disk for job in served) / max(1, prompts),
         goodput=good / len(jobs),
         good_per_s=good / max(seconds, 1e-9),
         resumed=sum(job.attempts > 1 for job in jobs),

@@ -1,11 +1,13 @@
-"""The machines that compute prompts: one at a time, in order, beside a cache that forgets what was used longest ago."""
+"""The machines that compute prompts: one at a time, in order, beside a cache and, with tiers, a store."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bench.sim.cache import Cache
+from bench.sim.tiers import Store, Tiers
 from bench.sim.trace import Request
 
 
@@ -26,15 +28,19 @@ class Setting:
     step_s: float = 0.02
     step_stream_s: float = 0.0003
     """A step of n streams takes `step_s + n * step_stream_s`."""
+    tiers: Tiers | None = None
+    """None: one cache is both, a hit in place and what the others read. Else `cache_tokens` is the device's."""
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request on its way. `source` is the node to load a longer prefix from, -1 for none."""
+    """A request on its way. `source` and `upto` are its placement's; of `cached` tokens `loaded` were, of them
+    `disk` from a disk."""
 
     request: Request
     decode: int = -1
     source: int = -1
+    upto: int | None = None
     emitted: int = 0
     work_s: float = 0.0
     started: float = -1.0
@@ -44,6 +50,7 @@ class Job:
     refused: bool = False
     cached: int = 0
     loaded: int = 0
+    disk: int = 0
 
     @property
     def prompt(self) -> int:
@@ -51,44 +58,14 @@ class Job:
         return self.request.prompt + self.emitted
 
 
-class Cache:
-    """Blocks by key, least recently used first; of one prompt the last block goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys` are here, from the first on."""
-        return next((place for place, key in enumerate(keys) if key not in self._keys), len(keys))
-
-    def use(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Hold `keys` from now on. Returns what is new and what had to go."""
-        stored = [key for key in keys if key not in self._keys]
-        for key in reversed(keys):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        removed = []
-        while len(self._keys) > self._capacity:
-            removed.append(self._keys.popitem(last=False)[0])
-        return stored, removed
-
-    def clear(self) -> list[bytes]:
-        """The machine died. Returns what was here."""
-        held = list(self._keys)
-        self._keys.clear()
-        return held
-
-
 @dataclass(eq=False)
 class Prefill:
-    """One node. `busy_until` is when its running job ends, `waiting_s` the work of those that wait."""
+    """One node. `busy_until` is when its running job ends, `waiting_s` the work of those that wait; `store` is there
+    with tiers only."""
 
     number: int
     cache: Cache
+    store: Store | None = None
     queue: deque[Job] = field(default_factory=deque)
     running: Job | None = None
     busy_until: float = 0.0
@@ -100,3 +77,8 @@ class Prefill:
     def backlog(self, now: float) -> float:
         """Seconds until a job that comes now would start."""
         return max(0.0, self.busy_until - now) + self.waiting_s
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys` the node holds somewhere, from the first on."""
+        on_device = self.cache.prefix(keys)
+        return max(on_device, len(self.store.run(keys))) if self.store else on_device

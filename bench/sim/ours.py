@@ -1,8 +1,8 @@
 """The router's policy in the simulator: its own index, speculation, shortlist, candidates and choice.
 
 What is simulated is only how it is told: caches by events as they change, load by reports each `REPORT_S` and, in
-between, by its own placements (the reservations of a router). A node's cache is also the KV store of that node, from
-which the others load (README.md).
+between, by its own placements (the reservations of a router), loads by what they took. Without tiers a node's cache is
+also the KV store of that node, from which the others load (README.md).
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.sim.fleet import Job
+from bench.sim.tiers import HOST, NVME
+from bench.sim.work import Work
 from bench.sim.world import Placement, World
 from services.router.costs import Ask, Parameters, Role, WorkerState
-from services.router.index import PrefixIndex
+from services.router.index import Found, PrefixIndex
+from services.router.loads import LoadRates
 from services.router.policy import Choice, candidates, choose
 from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
@@ -35,15 +38,23 @@ class Ours:
         self._index = PrefixIndex(1 << 40)
         self._speculation = Speculation(self._index, max_keys=1 << 40)
         self._fleet = Fleet(PARAMETERS)
-        self._seqs: dict[int, int] = {}
+        self._rates = LoadRates()
+        self._seqs: dict[str, int] = {}
         self._reported: dict[int, float] = {}
         self._placed = 0
         self._next_report = 0.0
 
-    def stored(self, node: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """A node's cache event."""
-        seq = self._seqs[node] = self._seqs.get(node, -1) + 1
-        self._index.apply(_prefill(node), EPOCH, seq, stored=stored, removed=removed, cleared=seq == 0)
+    def stored(self, node: int, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = "") -> None:
+        """An event of a node's cache or store."""
+        source = _store(node) if tier else _prefill(node)
+        seq = self._seqs[source] = self._seqs.get(source, -1) + 1
+        self._index.apply(source, EPOCH, seq, stored=stored, removed=removed, cleared=seq == 0, tier=tier)
+
+    def loaded(self, world: World, node: int, begun: Work) -> None:
+        """The outcome of a load, as a frontend reports it."""
+        if begun.source is not None:
+            tier, size = NVME if begun.disk else HOST, begun.loaded * world.setting.kv_bytes
+            self._rates.loaded(_store(begun.source.number), tier, _prefill(node), size, begun.load_s, world.now)
 
     def changed(self, world: World, node: int) -> None:
         """A load report, or our own reservation."""
@@ -64,18 +75,19 @@ class Ours:
         self._speculation.expire(world.now)
         self._placed += 1
         keys = b"".join(job.request.keys)
-        found = self._index.prefix(keys)
-        held = dict(found)  # what can be loaded now: nothing that is only expected
+        known = self._index.look_up(keys)
+        stored = self._stored(world, known)  # what can be loaded now: nothing that is only expected
+        found = known.workers
         self._speculation.extend(found, keys)
         ask = Ask(
             uid=str(self._placed), prompt_tokens=job.prompt, output_tokens=128.0, strict=True,
             hits={id: blocks * world.block for id, blocks in found.items()}, ttft_slo_s=self._ttft_slo_s,
-            stored=self._stored(world, held), now=world.now,
+            stored=stored, now=world.now,
         )  # fmt: skip
-        rate = world.setting.link_bytes_s
+        rate, tiers = world.setting.link_bytes_s, world.setting.tiers
 
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
-            return size / rate
+            return self._rates.seconds(store, tier, worker, size, world.now) if tiers else size / rate
 
         states = self._fleet.shortlist(ask, load_time)
         choice = choose(candidates(states, ask, lambda p, d: rate, PARAMETERS, load_time=load_time), ask, PARAMETERS)
@@ -85,11 +97,18 @@ class Ours:
         until = world.now + terms.queue + terms.load + terms.prefill + EXPECT_S
         self._speculation.expect(chosen, keys, found.get(chosen, 0), until)
         decode = _number(choice.winner.worker.id) if world.decodes else -1
-        return Placement(_number(chosen), decode, _number(load.store) if load else -1)
+        upto = (load.tokens if load else 0) if tiers else None
+        return Placement(_number(chosen), decode, _number(load.store) if load else -1, upto)
 
-    def _stored(self, world: World, held: dict[str, int]) -> list[StoredRun]:
-        """The longest run that a node's cache holds: with equal links no other is worth a look."""
-        if not self._loads or not held:
+    def _stored(self, world: World, known: Found) -> list[StoredRun]:
+        """What stores hold. Without tiers the longest run that a node's cache holds: with equal links no other is worth
+        a look."""
+        if not self._loads:
+            return []
+        if world.setting.tiers:
+            return [StoredRun(store, "sim", world.block, tiers) for store, tiers in known.stores.items()]
+        held = known.workers
+        if not held:
             return []
         source = max(held, key=lambda id: (held[id], id))
         return [StoredRun(source, "sim", world.block, {"host": held[source]})]
@@ -101,7 +120,11 @@ class Ours:
         self._next_report = world.now + REPORT_S
         for node in world.prefills:
             self.changed(world, node.number)
-        setting = world.setting
+        setting, tiers = world.setting, world.setting.tiers
+        if tiers:
+            for node in world.prefills:
+                self._rates.told(_store(node.number), HOST, setting.link_bytes_s, 0.0)
+                self._rates.told(_store(node.number), NVME, tiers.nvme_bytes_s, 0.0)
         for decode in world.decodes:
             self._fleet.put(
                 _state(
@@ -117,6 +140,10 @@ class Ours:
 
 def _prefill(node: int) -> str:
     return f"prefill-{node}"
+
+
+def _store(node: int) -> str:
+    return f"store-{node}"
 
 
 def _number(id: str) -> int:

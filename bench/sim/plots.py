@@ -11,10 +11,12 @@ _PLOTS: dict[str, tuple[str, bool, Callable[[Figures], float]]] = {
     "ttft": ("mean time to the first token, s", True, lambda run: run.ttft_mean),
     "goodput": ("good requests, share of all", False, lambda run: run.goodput),
 }
+_STROKES = ("-", "--", ":")
 
 
 def plot(runs: Mapping[str, Mapping[float, Figures]], title: str, folder: Path) -> list[Path]:
-    """One file for each figure, a line for each policy. Returns the files."""
+    """One file for each figure, a line for each of `runs`. A name may be "policy: tiers"; then a policy has one colour
+    and its tiers have strokes. Returns the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -23,9 +25,16 @@ def plot(runs: Mapping[str, Mapping[float, Figures]], title: str, folder: Path) 
     made = []
     for name, (label, logarithmic, value) in _PLOTS.items():
         figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        for policy, by_load in runs.items():
+        colours: dict[str, str] = {}
+        strokes: dict[str, str] = {}
+        for line, by_load in runs.items():
+            policy, _, tiers = line.partition(": ")
+            colour = colours.setdefault(policy, f"C{len(colours)}")
+            stroke = strokes.setdefault(tiers, _STROKES[len(strokes) % len(_STROKES)])
             loads = sorted(by_load)
-            axes.plot(loads, [value(by_load[load]) for load in loads], marker="o", label=policy)
+            axes.plot(
+                loads, [value(by_load[load]) for load in loads], marker="o", color=colour, linestyle=stroke, label=line
+            )
         axes.set(xlabel="load (1: the trace's own timestamps)", ylabel=label, title=title)
         axes.set_yscale("log" if logarithmic else "linear")
         axes.grid(alpha=0.3)

@@ -6,9 +6,12 @@ Mooncake: https://github.com/kvcache-ai/Mooncake (2024). Azure: https://github.c
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import math
 import os
 import random
+import struct
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -41,6 +44,19 @@ class Trace:
         """From the first arrival to the last."""
         return self.requests[-1].at - self.requests[0].at
 
+    @property
+    def prompt_tok_s(self) -> float:
+        """Prompt tokens that arrive in a second."""
+        return sum(request.prompt for request in self.requests) / self.seconds
+
+    def digest(self) -> str:
+        """Names these arrivals: what comes when, how long, sharing what."""
+        found = hashlib.blake2b(str(self.block).encode(), digest_size=8)
+        for request in self.requests:
+            found.update(struct.pack("<dqq", request.at, request.prompt, request.output))
+            found.update(b"".join(request.keys))
+        return found.hexdigest()
+
     def faster(self, factor: float) -> Trace:
         """The same requests, arriving `factor` times as fast."""
         return Trace(self.name, self.block, [Request(r.at / factor, r.prompt, r.output, r.keys) for r in self.requests])
@@ -49,8 +65,9 @@ class Trace:
         """What arrives within the first `seconds`."""
         return Trace(self.name, self.block, [r for r in self.requests if r.at < seconds])
 
-    def copies(self, count: int, seed: int = 0) -> Trace:
-        """`count` of this trace side by side: as many users, none of whom shares a key with another's copy.
+    def copies(self, count: int, seed: int = 0, seconds: float = math.inf) -> Trace:
+        """`count` of this trace side by side: as many users, none of whom shares a key with another's copy. Of that
+        what arrives within the first `seconds`.
 
         Each copy but the first begins at a random place and wraps around, so that bursts do not meet.
         """
@@ -60,8 +77,9 @@ class Trace:
         for number in range(count):
             shift, mark = (rng.uniform(0.0, length) if number else 0.0), number.to_bytes(2, "little")
             found += [
-                Request((r.at + shift) % length, r.prompt, r.output, tuple(key[: -len(mark)] + mark for key in r.keys))
+                Request(at, r.prompt, r.output, tuple(key[: -len(mark)] + mark for key in r.keys))
                 for r in self.requests
+                if (at := (r.at + shift) % length) < seconds
             ]
         return Trace(self.name, self.block, sorted(found, key=lambda r: r.at))
 

@@ -1,8 +1,8 @@
 """The clock: arrivals, prompts that end, hand-overs, streams that end, machines that die and come back.
 
-A prompt waits its turn on its node, loads what the plan names from another node's cache when that still has it,
-computes the rest, and hands over; its first token is there when the last of it is computed. A dead node's requests are
-placed anew with what they have emitted.
+A prompt waits its turn on its node, loads what the plan names when that is still there (work.py), computes the rest,
+and hands over; its first token is there when the last of it is computed. A dead node's requests are placed anew with
+what they have emitted.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from bench.sim.cache import Cache
 from bench.sim.decode import Decode
-from bench.sim.fleet import Cache, Job, Prefill, Setting
+from bench.sim.fleet import Job, Prefill, Setting
+from bench.sim.tiers import Change, Store
 from bench.sim.trace import Trace
+from bench.sim.work import Work, occupy, transfer_s, work
 
 HANDOVER_S = 0.005
 MOST_ATTEMPTS = 5
@@ -22,11 +25,16 @@ MOST_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a job goes: node numbers. `source` is the node to load a longer prefix from, -1 for none."""
+    """Where a job goes: node numbers. `source` is the node to load a longer prefix from, -1 for none.
+
+    With tiers `upto` tokens of the prompt are loaded as far as they are missing, 0 for none. None leaves it to the
+    node, which then takes from its own store, or that of `source`, whatever is sooner there than computed.
+    """
 
     prefill: int
     decode: int = -1
     source: int = -1
+    upto: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,11 @@ class Policy(Protocol):
     def place(self, world: World, job: Job) -> Placement | None:
         """Where `job` goes, or None to refuse it."""
 
-    def stored(self, node: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """The node's cache has changed."""
+    def stored(self, node: int, stored: Sequence[bytes], removed: Sequence[bytes], tier: str = "") -> None:
+        """The node's cache has changed, or a tier of its store."""
+
+    def loaded(self, world: World, node: int, begun: Work) -> None:
+        """What `node` loaded from a store is there."""
 
     def changed(self, world: World, node: int) -> None:
         """The prefill node's load has changed, or it died or came back."""
@@ -68,7 +79,7 @@ class World:
         self.setting = setting
         self.block = trace.block
         self.now = 0.0
-        self.prefills = [Prefill(n, Cache(setting.cache_tokens // trace.block)) for n in range(setting.prefills)]
+        self.prefills = [self._prefill(number) for number in range(setting.prefills)]
         self.decodes = [Decode(n, setting) for n in range(setting.decodes)]
         self.jobs = [Job(request) for request in trace.requests]
         self._policy = policy
@@ -88,23 +99,14 @@ class World:
         self._play_until(float("inf"))
         return self.jobs
 
-    def work(self, node: Prefill, job: Job) -> tuple[int, int, float]:
-        """(cached tokens, of these loaded, seconds) if `node` started `job` now."""
-        most = job.prompt - 1
-        own = min(most, node.cache.prefix(job.request.keys) * self.block)
-        there = own
-        if job.source >= 0 and not self.prefills[job.source].down:
-            there = min(most, self.prefills[job.source].cache.prefix(job.request.keys) * self.block)
-        loaded = max(0, there - own)
-        seconds = (job.prompt - own - loaded) / self.setting.prefill_tok_s
-        if loaded:
-            link = self.prefills[job.source]
-            seconds += max(0.0, link.link_free - self.now) + self.transfer_s(loaded)
-        return own + loaded, loaded, seconds
+    def _prefill(self, number: int) -> Prefill:
+        tiers, block = self.setting.tiers, self.block
+        store = Store(tiers.host_tokens // block, tiers.nvme_tokens // block) if tiers else None
+        return Prefill(number, Cache(self.setting.cache_tokens // block), store)
 
-    def transfer_s(self, tokens: int) -> float:
-        """Seconds to move the KV of so many tokens."""
-        return tokens * self.setting.kv_bytes / self.setting.link_bytes_s
+    def _work(self, node: Prefill, job: Job) -> Work:
+        source = self.prefills[job.source] if job.source >= 0 else None
+        return work(self.setting, self.block, node, source if source and not source.down else None, job, self.now)
 
     def _at(self, when: float, what: Callable[..., None], *args: Any) -> None:
         self._number += 1
@@ -122,10 +124,10 @@ class World:
             job.refused = True
             return
         node = self.prefills[placement.prefill]
-        job.decode, job.source = placement.decode, placement.source
+        job.decode, job.source, job.upto = placement.decode, placement.source, placement.upto
         if job.decode >= 0:
             self.decodes[job.decode].coming += 1
-        job.work_s = self.work(node, job)[2]
+        job.work_s = self._work(node, job).seconds
         node.queue.append(job)
         node.waiting_s += job.work_s
         if node.running is None:
@@ -136,12 +138,14 @@ class World:
         job = node.running = node.queue.popleft()
         node.waiting_s -= job.work_s
         job.started = self.now
-        job.cached, job.loaded, seconds = self.work(node, job)
-        if job.loaded:
-            source = self.prefills[job.source]
-            source.link_free = max(source.link_free, self.now) + self.transfer_s(job.loaded)
-            self._use(source, job.request.keys[: job.cached // self.block])
-        node.busy_until = self.now + seconds
+        begun = self._work(node, job)
+        job.cached, job.loaded, job.disk = begun.cached, begun.loaded, begun.disk
+        occupy(self.setting, node, begun, self.now)
+        if begun.source:
+            self._read(begun.source, job.request.keys[: job.cached // self.block])
+            if self.setting.tiers:
+                self._at(self.now + begun.load_s, self._policy.loaded, self, node.number, begun)
+        node.busy_until = self.now + begun.seconds
         self._at(node.busy_until, self._computed, node, node.lives)
 
     def _computed(self, node: Prefill, life: int) -> None:
@@ -154,16 +158,30 @@ class World:
         if job.decode < 0:
             job.done = self.now
         else:
-            missing = self.transfer_s(job.prompt)
+            missing = transfer_s(self.setting, job.prompt)
             self._at(self.now + HANDOVER_S + missing, self._handed_over, job, self.decodes[job.decode])
         if node.queue:
             self._start(node)
         self._policy.changed(self, node.number)
 
     def _use(self, node: Prefill, keys: Sequence[bytes]) -> None:
+        """The device has `keys` now; what it computed is written behind, what it evicts is demoted."""
         stored, removed = node.cache.use(keys)
         if stored or removed:
             self._policy.stored(node.number, stored, removed)
+        if node.store:
+            self._changed(node, node.store.hold(keys) + node.store.demote(removed))
+
+    def _read(self, node: Prefill, keys: Sequence[bytes]) -> None:
+        """Somebody reads `keys` there."""
+        if node.store:
+            self._changed(node, node.store.hold(keys))
+        else:
+            self._use(node, keys)
+
+    def _changed(self, node: Prefill, changes: Sequence[Change]) -> None:
+        for tier, stored, removed in changes:
+            self._policy.stored(node.number, stored, removed, tier)
 
     def _handed_over(self, job: Job, node: Decode) -> None:
         if node.down:
@@ -202,6 +220,8 @@ class World:
         node.running, node.waiting_s, node.busy_until, node.down = None, 0.0, 0.0, True
         node.lives += 1
         self._policy.stored(node.number, (), node.cache.clear())
+        if node.store:
+            self._changed(node, node.store.die())
         self._policy.changed(self, node.number)
         for job in lost:
             if job.decode >= 0:
@@ -212,4 +232,6 @@ class World:
     def _back(self, node: Prefill | Decode) -> None:
         node.down = False
         if isinstance(node, Prefill):
+            if node.store:
+                self._changed(node, node.store.held())
             self._policy.changed(self, node.number)

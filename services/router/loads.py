@@ -119,5 +119,7 @@ class LoadRates:
 
     def _prior(self, store: str, tier: str) -> tuple[float, float]:
         latency_s, per_byte = self._told.get((store, tier), (0.0, 1.0 / DEFAULT_BYTES_S.get(tier, SLOWEST_BYTES_S)))
-        # The tier's own speed is no better than the way from it to the worker.
-        return LOOKUP_S + latency_s, max(per_byte, 1.0 / DEFAULT_BYTES_S["host"])
+        # The tier's own speed is no better than the way from it to the worker: that of host memory, which the store
+        # measures on its own READs from workers.
+        _, way = self._told.get((store, "host"), (0.0, 1.0 / DEFAULT_BYTES_S["host"]))
+        return LOOKUP_S + latency_s, max(per_byte, way)

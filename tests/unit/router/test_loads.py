@@ -28,6 +28,16 @@ def test_no_tier_is_quicker_than_the_one_that_is_read_from() -> None:
     assert rates.seconds("s", "nvme", "w", 1e9, 0.0) > host
 
 
+def test_what_the_store_measured_of_its_host_is_believed_however_fast() -> None:
+    rates = LoadRates()
+    rates.told("s", "host", 2e10, 0.0)
+    assert rates.seconds("s", "host", "w", 2e9, 0.0) == pytest.approx(LOOKUP_S + 0.1)
+    rates.told("s", "nvme", 5e9, 0.0)
+    assert rates.seconds("s", "nvme", "w", 2e9, 0.0) == pytest.approx(LOOKUP_S + 0.4)
+    rates.told("s", "device", 5e11, 0.0)  # comes up through the host
+    assert rates.seconds("s", "device", "w", 2e9, 0.0) == pytest.approx(LOOKUP_S + 0.1)
+
+
 def test_a_line_is_learnt_from_loads_of_several_sizes() -> None:
     rates = LoadRates()
     for n in range(40):

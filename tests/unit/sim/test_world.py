@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.sim.baselines import BASELINES, LeastLoaded, LeastLoadedLoading, MaxPrefix, Random, RoundRobin
+from bench.sim.cache import Cache
 from bench.sim.figures import Slo, figures
-from bench.sim.fleet import Cache, Job, Setting
+from bench.sim.fleet import Job, Setting
+from bench.sim.frozen import BASELINES, LeastLoaded, LeastLoadedLoading, MaxPrefix, Random, RoundRobin
 from bench.sim.ours import Ours
 from bench.sim.trace import Request, Trace, azure, mooncake
 from bench.sim.world import Failure, Placement, Policy, World
@@ -190,4 +191,5 @@ def test_copies_share_nothing_and_keep_the_rate() -> None:
     assert many.seconds <= one.requests[-1].at + 1e-3
     assert [r.at for r in many.requests] == sorted(r.at for r in many.requests)
     assert len({key for r in many.requests for key in r.keys}) == 3 * len({key for r in one.requests for key in r.keys})
+    assert one.copies(3, seconds=20.0) == many.window(20.0)
     assert one.faster(2.0).seconds == pytest.approx(one.seconds / 2)
