@@ -22,5 +22,5 @@ def authorization() -> dict[str, str]:
         raise CliError(f"BATON_API_KEYS_FILE: {error}", "name the file that the frontend was started with") from error
     for line in lines:
         if line and not line.startswith("#"):
-            return {"authorization": f"Bearer {line}"}
+            return {"authorization": f"Bearer {line.split()[0]}"}  # behind it may be its tenant
     raise CliError(f"BATON_API_KEYS_FILE: {path} has no key", "one key a line; # begins a comment")

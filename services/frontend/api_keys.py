@@ -1,4 +1,5 @@
-"""API keys: who may ask. A file with one key a line (`sk-...`; blank lines and lines that begin with # aside).
+"""API keys: who may ask, and whose it is. A file with one key a line (`sk-...`; blank lines and lines that begin with #
+aside), and behind it, if it has one, the name of its tenant (`sk-... acme`).
 
 The file is looked at again once a second while requests come, so a key is added or taken away without a restart. When
 it cannot be read, or has no key, the keys of before stay: a slip of the pen neither opens the server nor shuts it.
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from pathlib import Path
 
 import structlog
 from prometheus_client import Counter
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
@@ -22,6 +25,9 @@ from services.frontend.refusals import refusal
 
 RECHECK_S = 1.0
 MAX_FILE_BYTES = 1 << 20
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A tenant's name: what a store's quotas, its records and a label of a metric can have."""
+SCOPE_KEY = "baton.tenant"
 
 _log = structlog.get_logger()
 
@@ -32,7 +38,8 @@ class ApiKeys:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._secret = secrets.token_bytes(32)
-        self._known: tuple[bytes, ...] = ()
+        self._known: dict[bytes, str] = {}
+        """The tenant of each key, by its digest."""
         self._seen = self._look()
         self._looked = time.monotonic()
         try:
@@ -40,9 +47,9 @@ class ApiKeys:
         except (OSError, ValueError) as error:
             raise BatonError(Reason.INVALID_REQUEST, f"--api-keys-file {path}: {error}") from error
 
-    def check(self, authorization: str | None, x_api_key: str | None = None) -> None:
-        """Raises BatonError(UNAUTHORIZED) unless the header `Authorization: Bearer KEY`, or without it `x-api-key: KEY`
-        as Anthropic's clients send it, has a key that is known."""
+    def check(self, authorization: str | None, x_api_key: str | None = None) -> str:
+        """The tenant ("": none) of the key in the header `Authorization: Bearer KEY`, or without it in `x-api-key: KEY`
+        as Anthropic's clients send it. Raises BatonError(UNAUTHORIZED) when it is not known."""
         self._follow()
         given = (authorization or "").strip() or f"Bearer {x_api_key or ''}"
         scheme, _, key = given.partition(" ")
@@ -51,9 +58,10 @@ class ApiKeys:
                 Reason.UNAUTHORIZED, "You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'."
             )
         digest = self._digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._known]
-        if not any(matches):
+        tenants = [tenant for known, tenant in self._known.items() if hmac.compare_digest(digest, known)]
+        if not tenants:
             raise BatonError(Reason.UNAUTHORIZED, "Incorrect API key provided.")
+        return tenants[0]
 
     def _follow(self) -> None:
         """Take the file's keys when it has changed."""
@@ -79,16 +87,24 @@ class ApiKeys:
             return None
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
-    def _read(self) -> tuple[bytes, ...]:
+    def _read(self) -> dict[bytes, str]:
         with self._path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"the file is larger than {MAX_FILE_BYTES} bytes")
-        lines = (line.strip() for line in data.decode().splitlines())
-        keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-        if not keys:
+        known: dict[bytes, str] = {}
+        for number, line in enumerate(data.decode().splitlines(), 1):
+            key, *rest = line.split() or [""]
+            if not key or key.startswith("#"):
+                continue
+            if len(rest) > 1 or not all(map(TENANT.fullmatch, rest)):
+                raise ValueError(f"line {number} is neither KEY nor KEY TENANT (letters, digits, . _ -)")
+            tenant = rest[0] if rest else ""
+            if known.setdefault(self._digest(key), tenant) != tenant:
+                raise ValueError(f"the key of line {number} has two tenants")
+        if not known:
             raise ValueError("the file has no key")
-        return tuple(self._digest(key) for key in keys)
+        return known
 
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode(), key=self._secret, digest_size=32).digest()
@@ -98,8 +114,14 @@ OPEN = ("/health", "/ready", "/metrics", "/openapi.json", "/version")
 """Who asks for these sends no key."""
 
 
+def tenant_of(request: Request) -> str:
+    """Whose request it is; "" without a key, or when its key is no tenant's."""
+    tenant: str = request.scope.get(SCOPE_KEY, "")
+    return tenant
+
+
 class RequireKey:
-    """ASGI middleware: everything but what is `OPEN` needs a key."""
+    """ASGI middleware: everything but what is `OPEN` needs a key. What passes has its tenant in the scope."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, refused: Counter) -> None:
         self._app = app
@@ -112,7 +134,7 @@ class RequireKey:
             headers = dict(scope["headers"])
             given = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"x-api-key"))
             try:
-                self._keys.check(*given)
+                scope[SCOPE_KEY] = self._keys.check(*given)
             except BatonError as error:
                 self._refused.inc()
                 await refusal(scope, error, {"www-authenticate": 'Bearer realm="baton"'})(scope, receive, send)

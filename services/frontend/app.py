@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from baton.errors import BatonError, Reason
 from services.frontend.anthropic.routes import add_messages
-from services.frontend.api_keys import RequireKey
+from services.frontend.api_keys import RequireKey, tenant_of
 from services.frontend.asked import check_model
 from services.frontend.batches.routes import add_routes
 from services.frontend.drain import CountRequests
@@ -123,7 +123,7 @@ async def _complete(request: Request, frontend: Frontend, *, chat: bool) -> Resp
 
     async def prepare() -> Prepared:
         try:
-            return await frontend.prepare(body, uid, chat=chat)
+            return await frontend.prepare(body, uid, tenant_of(request), chat=chat)
         finally:
             body.clear()  # the request lives on without it
             entered.body_read()
@@ -138,7 +138,7 @@ async def _explain(request: Request, frontend: Frontend) -> Response:
     entered, body = await _receive(request, frontend, endpoint)
     outcome = "ok"
     try:
-        return _json(await frontend.explain(body, secrets.token_hex(12)))
+        return _json(await frontend.explain(body, secrets.token_hex(12), tenant_of(request)))
     except BatonError as error:
         outcome = error.reason.name.lower()
         raise

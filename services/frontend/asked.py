@@ -16,10 +16,11 @@ import msgspec
 
 from baton.engine.port import Grammar
 from baton.errors import BatonError, Reason
-from baton.kv.keys import KEY_BYTES
+from baton.kv.keys import split_keys
 from baton.model.card import Model
 from services.frontend.anthropic.body import read_message
 from services.frontend.embeddings.body import read_embeddings
+from services.frontend.owner import Owner
 from services.frontend.prompt import Prompt, Prompts
 from services.frontend.responses.body import ResponseBody, read_response
 from services.frontend.responses.truncate import truncated
@@ -71,12 +72,13 @@ class Api(IntEnum):
 @dataclass(frozen=True)
 class Unread:
     """A body as it came. `limit`: tokens of the context; `earlier`: what a response goes on with and refers to, as JSON
-    (`responses.refer.Earlier`)."""
+    (`responses.refer.Earlier`); `tenant`: whose it is."""
 
     body: bytes | bytearray
     api: Api
     limit: int
     earlier: bytes | None = None
+    tenant: str = ""
 
     @property
     def size(self) -> int:
@@ -130,11 +132,11 @@ class Reading:
         return Asked(UNASKED, tuple(Prompt(ids, (), "") for ids in inputs), chat=False, told=told)
 
     def _generate(self, fields: Fields, unread: Unread) -> Asked:
-        body = read_generate(fields, self._vocab_size)
+        body, owner = read_generate(fields, self._vocab_size), Owner(unread.tenant)
         prompts = [
-            self.prompts.text(one, unread.limit, param="text")
+            self.prompts.text(one, unread.limit, param="text", owner=owner)
             if isinstance(one, str)
-            else self.prompts.ids(one, unread.limit, spelled=False, param="input_ids")
+            else self.prompts.ids(one, unread.limit, spelled=False, param="input_ids", owner=owner)
             for one in body.prompts
         ]
         each = tuple((options, self.voices.grammar(None, options.structure)) for options in body.options)
@@ -150,22 +152,23 @@ class Reading:
         return (self._chat if "messages" in fields else self._completion)(fields, unread)
 
     def _chat(self, fields: Fields, unread: Unread) -> Asked:
-        return self._talk(parse_chat(fields, self._vocab_size), unread.limit)
+        return self._talk(unread.tenant, parse_chat(fields, self._vocab_size), unread.limit)
 
     def _response(self, fields: Fields, unread: Unread) -> Asked:
         body = read_response(fields, self._vocab_size, unread.earlier)
         if not isinstance(body, ResponseBody):
             return Asked(body.options, (), chat=True, previous=body.previous, told=body.refers)
-        limit = unread.limit
-        talk = truncated(self._talk, body.chat, limit) if body.truncate else self._talk(body.chat, limit)
+        limit, read = unread.limit, partial(self._talk, unread.tenant)
+        talk = truncated(read, body.chat, limit) if body.truncate else read(body.chat, limit)
         return replace(talk, told=body.told)
 
     def _message(self, fields: Fields, unread: Unread) -> Asked:
         count = unread.api is Api.COUNT
         body = read_message(fields, self._vocab_size, count=count)
-        return replace(self._talk(body.chat, UNLIMITED if count else unread.limit), told=body.told)
+        limit = UNLIMITED if count else unread.limit
+        return replace(self._talk(unread.tenant, body.chat, limit), told=body.told)
 
-    def _talk(self, body: ChatBody, limit: int) -> Asked:
+    def _talk(self, tenant: str, body: ChatBody, limit: int) -> Asked:
         messages, offered = self.voices.conversation(body.messages, body.tools)
         given = body.options.given or "messages"
         try:
@@ -178,6 +181,7 @@ class Reading:
                 continue_final=body.continue_final,
                 add_special=body.add_special,
                 param=given,
+                owner=Owner(tenant, body.options.cache_salt),
             )
         except BatonError as error:
             blamed = (
@@ -190,10 +194,11 @@ class Reading:
 
     def _completion(self, fields: Fields, unread: Unread) -> Asked:
         body, make, limit = parse_completion(fields, self._vocab_size), self.prompts, unread.limit
+        owner = Owner(unread.tenant, body.options.cache_salt)
         prompts = (
-            make.text(given, limit, add_special=body.add_special)
+            make.text(given, limit, add_special=body.add_special, owner=owner)
             if isinstance(given, str)
-            else make.ids(given, limit, spelled=body.echo)
+            else make.ids(given, limit, spelled=body.echo, owner=owner)
             for given in body.prompts
         )
         grammar = self.voices.grammar(None, body.options.structure)
@@ -214,6 +219,8 @@ class _Prompt(msgspec.Struct, array_like=True):
     keys: bytes
     text: str
     reused: int
+    root: bytes
+    tenant: str
 
 
 class _Read(msgspec.Struct, array_like=True, tag=True):
@@ -236,8 +243,7 @@ def pack(answer: Asked | BatonError) -> bytes:
     """An answer as bytes."""
     if isinstance(answer, BatonError):
         return _encode(_Refused(answer.reason.name, answer.message, answer.param))
-    prompts = [_Prompt(array("I", p.ids).tobytes(), b"".join(p.keys), p.text, p.reused) for p in answer.prompts]
-    return _encode(_Read(replace(answer, prompts=()), prompts))
+    return _encode(_Read(replace(answer, prompts=()), [_packed(prompt) for prompt in answer.prompts]))
 
 
 def unpack(data: bytes) -> Asked:
@@ -248,6 +254,11 @@ def unpack(data: bytes) -> Asked:
     return replace(answer.asked, prompts=tuple(map(_unpacked, answer.prompts)))
 
 
+def _packed(prompt: Prompt) -> _Prompt:
+    ids, keys = array("I", prompt.ids).tobytes(), b"".join(prompt.keys)
+    return _Prompt(ids, keys, prompt.text, prompt.reused, prompt.root, prompt.tenant)
+
+
 def _unpacked(prompt: _Prompt) -> Prompt:
-    keys = (prompt.keys[i : i + KEY_BYTES] for i in range(0, len(prompt.keys), KEY_BYTES))
-    return Prompt(array("I", prompt.ids), tuple(keys), prompt.text, prompt.reused)
+    ids, keys = array("I", prompt.ids), tuple(split_keys(prompt.keys))
+    return Prompt(ids, keys, prompt.text, prompt.reused, prompt.root, prompt.tenant)

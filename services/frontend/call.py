@@ -113,6 +113,11 @@ class Call:
         self._promised = promised
 
     @property
+    def tenant(self) -> str:
+        """Whose it is; "": nobody's in particular."""
+        return self._asks[0].prompt.tenant
+
+    @property
     def outputs(self) -> int:
         """How many outputs there are: prompts times choices."""
         return len(self._texts)

@@ -21,10 +21,12 @@ async def explain(backend: Backend, work: Work) -> dict[str, Any]:
     request = router_pb2.RouteRequest(
         uid=work.uid,
         model=backend.card.model,
+        tenant=work.prompt.tenant,
         prompt_tokens=len(work.prompt.ids),
         max_tokens=work.sampling.max_tokens,
         packed_keys=b"".join(work.prompt.keys),
         deadline=min(work.deadline, time.time() + ANSWER_S),
+        ttft_slo_s=backend.ttft_slo_s,
         fallback=backend.fallback,
         merged_only=work.merged_only,
         needs=work.needs,

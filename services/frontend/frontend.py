@@ -77,27 +77,28 @@ class Frontend:
         self,
         body: bytes | bytearray,
         uid: str,
+        tenant: str,
         *,
         chat: bool,
         timeout_s: float | None = None,
         turns: Callable[[int], Turn] | None = None,
     ) -> Prepared:
-        """Read a body and make of it what can be started; `turns`: in the batch lane, and with a time of its own.
+        """Read a tenant's body and make of it what can be started; `turns`: in the batch lane, with a time of its own.
 
         Raises BatonError when it is not right, or not in time.
         """
         begun = time.time()
         api, away_s = Api.CHAT if chat else Api.COMPLETION, AWAY_S if turns is None else LONG_AWAY_S
-        asked, asks = await self.read(body, api, away_s=away_s)
+        asked, asks = await self.read(body, api, tenant, away_s=away_s)
         call = self.call(uid, asks, asked.options, begun, timeout_s, turns)
         format = self._format(asked, self.head(uid, begun))
         options = asked.options
         return Prepared(call, format, options.stream, options.include_usage, options.continuous_usage)
 
-    async def explain(self, body: bytes | bytearray, uid: str) -> dict[str, Any]:
-        """Read the body of a chat or of a completion, and say where it would run. Raises BatonError."""
+    async def explain(self, body: bytes | bytearray, uid: str, tenant: str) -> dict[str, Any]:
+        """Read a tenant's body of a chat or of a completion, and say where it would run. Raises BatonError."""
         begun = time.time()
-        asked, asks = await self.read(body, Api.EITHER)
+        asked, asks = await self.read(body, Api.EITHER, tenant)
         if len(asks) > 1:
             raise BatonError(Reason.INVALID_REQUEST, "One prompt at a time can be explained.", param="prompt")
         (ask,) = asks
@@ -105,13 +106,13 @@ class Frontend:
         return await explain(self.backend, ask.work(uid, asked.options.n, deadline))
 
     async def read(
-        self, body: bytes | bytearray, api: Api, earlier: bytes | None = None, *, away_s: float = AWAY_S
+        self, body: bytes | bytearray, api: Api, tenant: str, earlier: bytes | None = None, *, away_s: float = AWAY_S
     ) -> tuple[Asked, list[Ask]]:
-        """A checked body, and what it asks for. Raises BatonError when it is not right, or not in time."""
+        """A tenant's checked body, and what it asks for. Raises BatonError when it is not right, or not in time."""
         limit = self.context_length(away_s)
         try:
             async with asyncio.timeout(self.request_timeout_s):
-                asked = await self.bodies.read(Unread(body, api, limit, earlier))
+                asked = await self.bodies.read(Unread(body, api, limit, earlier, tenant))
         except TimeoutError:
             raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None
         return asked, [] if api is Api.COUNT else self._asks(asked, limit)

@@ -40,12 +40,13 @@ def main() -> None:
 def _serve(connection: socket.socket, reading: Reading) -> None:
     stream = connection.makefile("rb")
     while len(head := stream.read(ASK.size)) == ASK.size:
-        api, limit, before, size = ASK.unpack(head)
+        api, limit, named, before, size = ASK.unpack(head)
+        tenant = stream.read(named).decode()
         earlier = stream.read(before) if before >= 0 else None
         body = stream.read(size)
         if len(body) < size:
             return
-        answer = _read(reading, Unread(body, Api(api), limit, earlier))
+        answer = _read(reading, Unread(body, Api(api), limit, earlier, tenant))
         connection.sendall(ANSWER.pack(len(answer)) + answer)
 
 

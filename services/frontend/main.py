@@ -75,7 +75,6 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     bodies.reading.voices.grammars.warm()
     backend = Backend(
         card=model.card,
-        key_root=model.key_root(),
         eos_ids=model.generation.eos_ids,
         prompts=bodies.reading.prompts,
         router=router,
@@ -84,6 +83,7 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
         metrics=metrics,
         fallback=fallback,
         resume_patience_s=settings.resume_patience_s,
+        ttft_slo_s=settings.ttft_slo_s,
     )
     requests = Requests()
     frontend = Frontend(
@@ -144,10 +144,11 @@ async def _with_batches(
     lane = Lane(look, lambda: time.monotonic() - gate.entered_at < ARRIVING_S, pauses(metrics), metrics)
     gate.on_enter = lane.hurry
 
-    async def generate(endpoint: str, body: bytes, uid: str, timeout_s: float) -> Prepared:
+    async def generate(endpoint: str, body: bytes, uid: str, tenant: str, timeout_s: float) -> Prepared:
         if endpoint == RESPONSES:
-            return await prepare_line(frontend, body, uid, timeout_s, lane.turn)
-        return await frontend.prepare(body, uid, chat=endpoint == CHAT, timeout_s=timeout_s, turns=lane.turn)
+            return await prepare_line(frontend, body, uid, tenant, timeout_s, lane.turn)
+        chat = endpoint == CHAT
+        return await frontend.prepare(body, uid, tenant, chat=chat, timeout_s=timeout_s, turns=lane.turn)
 
     answerer = Answerer(
         generate,

@@ -50,6 +50,10 @@ class FrontendMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.chat_tokens = counter("chat_tokens", "Tokens of chat prompts, by how they were made.", "how")
         self.output_tokens = counter("output_tokens", "Tokens sent to clients.")
+        self.tenant_tokens = counter(
+            "tenant_tokens", "Tokens of finished requests of named tenants, by kind: prompt, cached, output.",
+            "tenant", "kind",
+        )  # fmt: skip
         self.kv_bytes = counter("kv_bytes", "KV bytes handed over for finished requests.")
 
         self.responses_evicted = counter("responses_evicted", "Kept responses that had to go before their time.", "why")

@@ -11,6 +11,7 @@ from baton.engine.openai.prompt import whole_characters
 from baton.errors import BatonError, Reason
 from baton.kv.keys import block_keys
 from baton.model.card import Model
+from services.frontend.owner import NOBODY, Owner
 from services.frontend.token_cache import TokenCache
 
 _HERE = "\ue000\ue001\ue000"
@@ -21,13 +22,15 @@ _HERE = "\ue000\ue001\ue000"
 class Prompt:
     """A prompt's tokens and the keys of its full blocks. `text` is the client's, or what its ids say when it is echoed.
 
-    `reused` of its tokens were known from earlier chats.
+    `reused` of its tokens were known from earlier chats. `root` is what its keys begin with, `tenant` whose it is.
     """
 
     ids: Sequence[int]
     keys: tuple[bytes, ...]
     text: str
     reused: int = field(default=0, compare=False)
+    root: bytes = b""
+    tenant: str = ""
 
 
 class Prompts:
@@ -35,7 +38,6 @@ class Prompts:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._root = model.key_root()
         self.cache = TokenCache(model.tokenizer)
         vocabulary = range(model.tokenizer.vocab_size)
         self._longest_token = max((len(model.tokenizer.token_bytes(i)) for i in vocabulary), default=1)
@@ -51,6 +53,7 @@ class Prompts:
         continue_final: bool = False,
         add_special: bool = False,
         param: str = "messages",
+        owner: Owner = NOBODY,
     ) -> Prompt:
         """The prompt of a conversation. `continue_final` ends it where the last message stops. `param`: the field that
         the messages came from.
@@ -70,21 +73,25 @@ class Prompts:
                     "This model's chat template does not show the last message as it is.",
                     param="continue_final_message",
                 )
-        return self._text(text, add_special, param, limit, chat=True)
+        return self._text(text, add_special, param, limit, owner, chat=True)
 
-    def text(self, text: str, limit: int, *, add_special: bool = True, param: str = "prompt") -> Prompt:
+    def text(
+        self, text: str, limit: int, *, add_special: bool = True, param: str = "prompt", owner: Owner = NOBODY
+    ) -> Prompt:
         """The prompt of raw text, with the BOS the model expects. Raises BatonError (too long, empty)."""
-        return self._text(text, add_special, param, limit)
+        return self._text(text, add_special, param, limit, owner)
 
-    def ids(self, ids: Sequence[int], limit: int, *, spelled: bool, param: str = "prompt") -> Prompt:
+    def ids(
+        self, ids: Sequence[int], limit: int, *, spelled: bool, param: str = "prompt", owner: Owner = NOBODY
+    ) -> Prompt:
         """A prompt that came as ids of the vocabulary; `spelled`: with its text. Raises BatonError (too long)."""
         if len(ids) >= limit:
             raise too_long(limit, len(ids), param)
-        return self._made(ids, self._model.tokenizer.spell(ids) if spelled else "", 0)
+        return self._made(ids, self._model.tokenizer.spell(ids) if spelled else "", 0, owner)
 
     def extended(self, prompt: Prompt, emitted: Sequence[int]) -> tuple[bytes, ...]:
         """Block keys of the prompt together with output that a resume counts as prompt."""
-        return tuple(block_keys(self._root, [*prompt.ids, *emitted])) if emitted else prompt.keys
+        return tuple(block_keys(prompt.root, [*prompt.ids, *emitted])) if emitted else prompt.keys
 
     def joined(self, received: Sequence[int], text: str) -> list[int]:
         """Output that came as tokens and then as text, as the tokens that a resume counts as prompt.
@@ -94,7 +101,9 @@ class Prompts:
         tokenizer = self._model.tokenizer
         return [*whole_characters(tokenizer, received), *tokenizer.encode_continuation(text)]
 
-    def _text(self, text: str, add_special: bool, param: str, limit: int, *, chat: bool = False) -> Prompt:
+    def _text(
+        self, text: str, add_special: bool, param: str, limit: int, owner: Owner, *, chat: bool = False
+    ) -> Prompt:
         # No token is longer than the longest: a text of more bytes needs no tokenising to be refused.
         least = len(text.encode()) // self._longest_token
         if least > limit:
@@ -108,10 +117,11 @@ class Prompts:
             raise BatonError(Reason.INVALID_REQUEST, "The prompt is empty.", param=param)
         if len(ids) >= limit:
             raise too_long(limit, len(ids), param)
-        return self._made(ids, text, reused)
+        return self._made(ids, text, reused, owner)
 
-    def _made(self, ids: Sequence[int], text: str, reused: int) -> Prompt:
-        return Prompt(array("I", ids), tuple(block_keys(self._root, ids)), text, reused)
+    def _made(self, ids: Sequence[int], text: str, reused: int, owner: Owner) -> Prompt:
+        root = self._model.key_root(salt=owner.salt)
+        return Prompt(array("I", ids), tuple(block_keys(root, ids)), text, reused, root, owner.tenant)
 
 
 def too_long(

@@ -38,9 +38,9 @@ SETTLE_S = 1.0
 """How long a body that nobody waits for may hold up the next: about what a new process takes to start (measured: 0.6 s
 with a small model's tokenizer)."""
 SLICE_BYTES = 1 << 20
-ASK = struct.Struct("<bQqQ")
-"""Whose body (Api); the context's tokens; bytes of the earlier conversation that follows (-1: none), and of the body
-behind it."""
+ASK = struct.Struct("<bQQqQ")
+"""Which body (Api); the context's tokens; bytes of the tenant's name that follows, of the earlier conversation behind
+it (-1: none), and of the body behind that."""
 ANSWER = struct.Struct("<Q")
 """Bytes of the answer that follows."""
 
@@ -148,9 +148,9 @@ class _Process:
                 raise BatonError(Reason.NO_CAPACITY, message) from None
         reader, writer = self._streams
         async with asyncio.timeout(READ_S):
-            before = -1 if unread.earlier is None else len(unread.earlier)
-            writer.write(ASK.pack(unread.api, unread.limit, before, len(unread.body)))
-            for part in (unread.earlier or b"", unread.body):
+            tenant, before = unread.tenant.encode(), -1 if unread.earlier is None else len(unread.earlier)
+            writer.write(ASK.pack(unread.api, unread.limit, len(tenant), before, len(unread.body)))
+            for part in (tenant, unread.earlier or b"", unread.body):
                 for start in range(0, len(part), SLICE_BYTES):
                     writer.write(memoryview(part)[start : start + SLICE_BYTES])
                     await writer.drain()

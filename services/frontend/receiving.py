@@ -17,10 +17,12 @@ Receive = Callable[[Request, Frontend, str], Awaitable[tuple[Pass, bytearray]]]
 """Lets a request in and takes its body; what it returns is to be left."""
 
 
-async def read_as(frontend: Frontend, body: bytes | bytearray, api: Api, away_s: float = AWAY_S) -> Asked:
-    """The checked body. Raises BatonError when it is not right, or not in time."""
+async def read_as(
+    frontend: Frontend, body: bytes | bytearray, api: Api, away_s: float = AWAY_S, *, tenant: str = ""
+) -> Asked:
+    """The checked body, a tenant's where prompts are made of it. Raises BatonError: not right, or not in time."""
     try:
         async with asyncio.timeout(frontend.request_timeout_s):
-            return await frontend.bodies.read(Unread(body, api, frontend.context_length(away_s)))
+            return await frontend.bodies.read(Unread(body, api, frontend.context_length(away_s), tenant=tenant))
     except TimeoutError:
         raise BatonError(Reason.DEADLINE_EXCEEDED, "The request took longer than it may to be read.") from None

@@ -12,7 +12,7 @@ from services.frontend.batches.expiry import LEAST_S, MOST_S
 from services.frontend.listing import BATCHES, BOTH, CHAT, COMPLETIONS, FILES, HUGE, Endpoint, Field, Json, Status
 from services.frontend.reference_native import NATIVE_ENDPOINTS, NATIVE_FIELDS, native_tables
 from services.frontend.reference_talks import TALK_ENDPOINTS, TALK_FIELDS, talk_tables
-from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
+from services.frontend.schema import MAX_CACHE_SALT, MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 from services.frontend.tools import MAX_TOOLS
 
 ENDPOINTS = (
@@ -221,7 +221,11 @@ FIELDS = (
     *_rest("refused", "use `echo` and `logprobs` of completions", "prompt_logprobs"),
     *_rest("refused", "a prompt is never cut", "truncate_prompt_tokens"),
     *_rest("refused", "use `return_token_ids`", "return_tokens_as_token_ids"),
-    *_rest("refused", "caches are not parted by request", "cache_salt"),
+    _works(
+        "cache_salt",
+        f"up to {MAX_CACHE_SALT} characters: KV is shared only with requests of the same tenant that have the same one",
+        {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_CACHE_SALT},
+    ),
     *_rest("ignored", "", "user", "safety_identifier", "metadata", "store", "service_tier"),
     *_rest("ignored", "prefixes are always cached", "prompt_cache_key", "prompt_cache_retention"),
     *_rest("ignored", "", "reasoning_effort", "verbosity", "prediction", where=(CHAT,)),

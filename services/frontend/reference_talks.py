@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.frontend.listing import COUNT, HUGE, MESSAGES, RESPONSES, Endpoint, Field, Json, Status
 from services.frontend.responses.body import EFFORTS, INCLUDABLE, MAX_KEY, MAX_METADATA, MAX_VALUE
+from services.frontend.schema import MAX_CACHE_SALT
 from services.frontend.tools import MAX_TOOLS
 
 BOTH = (RESPONSES, MESSAGES)
@@ -121,6 +122,12 @@ _RESPONSES = (
     _works("stop", "", _either({"type": "null"}, _STOPS), RESPONSES),
     _works("include_stop_str_in_output", "", _BOOLEAN, RESPONSES),
     _works("skip_special_tokens", "", _BOOLEAN, RESPONSES),
+    _works(
+        "cache_salt",
+        "as in a chat; a response that goes on with another one does not have its",
+        {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_CACHE_SALT},
+        RESPONSES,
+    ),
     _works(
         "tools",
         f"up to {MAX_TOOLS} of type `function`; tools that the server would run are refused by name",

@@ -53,7 +53,6 @@ class Backend:
     """What a request needs of the process."""
 
     card: registry_pb2.ModelCard
-    key_root: bytes
     eos_ids: tuple[int, ...]
     prompts: Prompts
     router: RouterClient
@@ -63,6 +62,8 @@ class Backend:
     fallback: worker_pb2.Fallback.ValueType
     resume_patience_s: float = 30.0
     """How long an output that has begun waits for a worker that can go on with it."""
+    ttft_slo_s: float = 0.0
+    """Of a request that nobody has anything of yet: refuse it when its first token would come later; 0: do not."""
     placed: Placed = field(default_factory=Placed)
 
 
@@ -569,10 +570,11 @@ class Generation:
                 prompt_ids=work.prompt.ids,
                 emitted_ids=emitted,
                 sampling=work.sampling,
-                key_root=backend.key_root,
+                key_root=work.prompt.root,
                 deadline=work.deadline,
                 choices=indices,
                 model=backend.card.model,
+                tenant=work.prompt.tenant,
                 batch=work.turn is not None,
             ),
             plan=plan,
@@ -616,15 +618,22 @@ class Generation:
             uid=work.uid,
             attempt=self.attempts,
             model=self._backend.card.model,
+            tenant=work.prompt.tenant,
             prompt_tokens=len(work.prompt.ids) + len(emitted),
             max_tokens=max(0, work.sampling.max_tokens - len(emitted)),
             packed_keys=b"".join(self._backend.prompts.extended(work.prompt, emitted)),
             deadline=work.deadline,
+            ttft_slo_s=self._backend.ttft_slo_s if self._refusable else 0.0,
             exclude=sorted(self._exclude),
             fallback=self._backend.fallback,
             merged_only=work.merged_only,
             needs=work.needs,
         )
+
+    @property
+    def _refusable(self) -> bool:
+        """Whether it may be refused for coming late. Not what was taken once, or promised; the batch lane waits."""
+        return not self.attempts and self.work.turn is None and not self._told()
 
     def _settle(self, attempt: int) -> None:
         """End a leg whose choices have all ended; the worker is told when it would go on."""

@@ -23,10 +23,12 @@ MAX_OUTPUTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
+MAX_CACHE_SALT = 512
+"""Characters."""
 _NOT_IN_CHAT = ("audio", "web_search_options", "echo", "documents", "chat_template")
 _NEVER = (
     "use_beam_search", "prompt_logprobs", "allowed_token_ids", "bad_words", "logits_processors",
-    "truncate_prompt_tokens", "return_tokens_as_token_ids", "cache_salt",
+    "truncate_prompt_tokens", "return_tokens_as_token_ids",
 )  # fmt: skip
 
 
@@ -67,6 +69,8 @@ class Options:
     """The field that `max_tokens` came from."""
     given: str = ""
     """The field that the prompt came from; "": as its endpoint says."""
+    cache_salt: str = ""
+    """KV is shared only with requests of the same tenant that have the same one."""
 
 
 UNASKED = Options(
@@ -233,6 +237,7 @@ def read_options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> 
         token_ids=fields.boolean("return_token_ids"),
         structure=read_structure(fields.raw),
         budget=budget,
+        cache_salt=_cache_salt(fields.raw.get("cache_salt")),
     )
 
 
@@ -250,6 +255,12 @@ def _stop(value: Any) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid(f"'stop' takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters.", "stop")
     return tuple(dict.fromkeys(stops))
+
+
+def _cache_salt(value: Any) -> str:
+    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_CACHE_SALT):
+        raise invalid(f"'cache_salt' must be a string of 1 to {MAX_CACHE_SALT} characters.", "cache_salt")
+    return value or ""
 
 
 def _stop_ids(fields: Fields) -> tuple[int, ...]:

@@ -21,6 +21,9 @@ class FrontendSettings(ServiceSettings):
     resume_patience_s: float = Field(
         30.0, ge=0, description="how long an output that has begun waits for a worker that can go on with it"
     )
+    ttft_slo_s: float = Field(
+        0.0, ge=0, description="a request whose first token would come later is refused with 429; 0: none is"
+    )
     client_stall_s: float = Field(30.0, gt=0, description="a client that reads nothing for so long is cut off")
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(
         "auto", description="how answers write calls of tools; auto: by the chat template"
@@ -40,7 +43,9 @@ class FrontendSettings(ServiceSettings):
     )
     max_file_bytes: int = Field(200 << 20, gt=0, description="larger files are refused")
     batch_dir_bytes: int = Field(4 << 30, gt=0, description="what files and results may have in all")
-    api_keys_file: str = Field("", description="one API key a line; empty: no key is asked for")
+    api_keys_file: str = Field(
+        "", description="API keys, one a line, each with its tenant's name or none; empty: none is asked for"
+    )
     cors_origins: str = Field("", description="web origins that may ask, comma separated; * = all; empty: none")
 
     @property

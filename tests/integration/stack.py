@@ -291,10 +291,10 @@ class Stack:
             reply = stub.View(router_pb2.ViewRequest(), timeout=HANG_S)
         return {view.store.id: (view.state, view.indexed_blocks) for view in reply.stores}
 
-    def listed(self, tier: str, store: str = "kvstore") -> set[bytes]:
-        """The keys of the blocks that a store says it has in a tier."""
+    def listed(self, tier: str, store: str = "kvstore", tenant: str = "") -> set[bytes]:
+        """The keys of the blocks (of a tenant, when named) that a store says it has in a tier."""
         with self._stub(store) as stub:
-            pages = stub.List(kvstore_pb2.ListRequest(), timeout=HANG_S)
+            pages = stub.List(kvstore_pb2.ListRequest(tenant=tenant), timeout=HANG_S)
             return {block.key for page in pages for block in page.blocks if tier in block.tiers}
 
     def rotten(self, store: str = "kvstore") -> int:

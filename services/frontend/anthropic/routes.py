@@ -16,6 +16,7 @@ from baton.errors import BatonError
 from services.frontend.anthropic import PATH
 from services.frontend.anthropic.body import read_told
 from services.frontend.anthropic.format import MessageFormat
+from services.frontend.api_keys import tenant_of
 from services.frontend.asked import Api
 from services.frontend.frontend import Frontend
 from services.frontend.gate import Pass
@@ -49,7 +50,7 @@ async def _create(request: Request, frontend: Frontend, receive: Receive) -> Res
     async def prepare() -> Prepared:
         begun = time.time()
         try:
-            asked, asks = await frontend.read(body, Api.MESSAGES)
+            asked, asks = await frontend.read(body, Api.MESSAGES, tenant_of(request))
         finally:
             body.clear()
             entered.body_read()
@@ -74,7 +75,7 @@ async def _count(request: Request, frontend: Frontend, receive: Receive) -> Resp
     entered, body = await receive(request, frontend, endpoint)
     outcome = "ok"
     try:
-        asked, _ = await frontend.read(body, Api.COUNT)
+        asked, _ = await frontend.read(body, Api.COUNT, tenant_of(request))
         return Response(_encode({"input_tokens": len(asked.prompts[0].ids)}), media_type="application/json")
     except BatonError as error:
         outcome = error.reason.name.lower()

@@ -36,8 +36,8 @@ READS = 2
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger()
 
-Prepare = Callable[[str, bytes, str, float], Awaitable[Prepared]]
-"""(endpoint, body, uid, seconds that it may take) to what can be started in the lane."""
+Prepare = Callable[[str, bytes, str, str, float], Awaitable[Prepared]]
+"""(endpoint, body, uid, tenant, seconds that it may take) to what can be started in the lane."""
 Embed = Callable[[Inputs, str, float], Awaitable[bytes]]
 """(inputs, uid, seconds that it may take) to the body of the answer, in the lane."""
 
@@ -64,8 +64,8 @@ class Answerer:
         self._metrics = metrics
         self._reads = asyncio.Semaphore(READS)
 
-    async def answer(self, custom_id: str, endpoint: str, body: bytes, expires: float) -> Answer:
-        """The line's result, whatever it is; `expires` is unix seconds. Cancelling stops the work for it."""
+    async def answer(self, custom_id: str, endpoint: str, body: bytes, tenant: str, expires: float) -> Answer:
+        """A tenant's line's result, whatever it is; `expires` is unix seconds. Cancelling stops the work for it."""
         (wait, longest), tries = WAIT_S, 0
         while True:
             request_id = f"req_{secrets.token_hex(12)}"
@@ -74,7 +74,7 @@ class Answerer:
                 if endpoint == EMBEDDINGS:
                     answered, usage = await self._run_embeddings(body, timeout_s)
                 else:
-                    answered = await self._run(endpoint, body, timeout_s)
+                    answered = await self._run(endpoint, body, tenant, timeout_s)
                     usage = read_usage(answered)
                 line = line_of(custom_id, answered=(200, request_id, msgspec.Raw(answered)))
                 return Answer(True, line, "ok", usage)
@@ -100,9 +100,9 @@ class Answerer:
         self._metrics.prompt_tokens.inc(inputs.tokens)
         return answered, Usage(inputs.tokens)
 
-    async def _run(self, endpoint: str, body: bytes, timeout_s: float) -> bytes:
+    async def _run(self, endpoint: str, body: bytes, tenant: str, timeout_s: float) -> bytes:
         async with self._reads:
-            prepared = await self._prepare(endpoint, body, secrets.token_hex(12), timeout_s)
+            prepared = await self._prepare(endpoint, body, secrets.token_hex(12), tenant, timeout_s)
         call, format = prepared.call, prepared.format
         failed: Reason | None = Reason.ABORTED
         try:

@@ -34,7 +34,8 @@ class Status(StrEnum):
 class Batch(msgspec.Struct):
     """One batch. `at` has the unix second of each status that it came to; `ends` is how it will end once its results
     are files, which then stay for `output_seconds` (None, of older ones: until they are deleted); `total`, `done` and
-    `failed` are lines; `usage` is of those that are done."""
+    `failed` are lines; `usage` is of those that are done; `tenant` is whose it is ("" of older ones), as its lines and
+    its results files are."""
 
     id: str
     endpoint: str
@@ -53,6 +54,7 @@ class Batch(msgspec.Struct):
     output_seconds: int | None = None
     model: str | None = None
     usage: Usage = NOTHING
+    tenant: str = ""
 
     @property
     def expires(self) -> int:

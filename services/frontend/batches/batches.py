@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -98,17 +98,16 @@ class Batches:
         self.metrics.file_bytes.set(self._space.used)
         self.metrics.files.set(len(self.files))
 
-    def get(self, id: str) -> Batch:
-        """Raises BatonError(NOT_FOUND)."""
+    def get(self, id: str, tenant: str) -> Batch:
+        """The tenant's batch. Raises BatonError(NOT_FOUND)."""
         batch = self._known.get(id)
-        if batch is None:
+        if batch is None or batch.tenant != tenant:
             raise BatonError(Reason.NOT_FOUND, f"No such Batch object: {id[:80]}", param="id")
         return batch
 
-    def all(self) -> list[Batch]:
-        """Every batch, newest first."""
-        # Sorting keeps the order in which those of the same second came.
-        return sorted(self._known.values(), key=lambda batch: batch.created)[::-1]
+    def all(self, tenant: str) -> list[Batch]:
+        """Every batch of the tenant, newest first."""
+        return _newest_first(batch for batch in self._known.values() if batch.tenant == tenant)
 
     async def create(
         self,
@@ -116,9 +115,14 @@ class Batches:
         endpoint: str,
         metadata: dict[str, str] | None,
         output_seconds: int = DEFAULT_S,
+        *,
+        tenant: str,
     ) -> Batch:
-        """A batch over an uploaded file; it starts at once. Its results stay so many seconds. Raises BatonError."""
-        file = self.files.get(input_file_id, "input_file_id")
+        """A batch over a file that the tenant uploaded; it starts at once. Its results stay so many seconds.
+
+        Raises BatonError.
+        """
+        file = self.files.get(input_file_id, tenant, "input_file_id")
         if file.purpose != UPLOAD:
             raise BatonError(
                 Reason.INVALID_REQUEST,
@@ -130,7 +134,9 @@ class Batches:
         if len(self._runs) >= MAX_ACTIVE:
             raise BatonError(Reason.NO_CAPACITY, f"{MAX_ACTIVE} batches are under way here; try again later.")
         id, now = new_id("batch_"), int(time.time())
-        batch = Batch(id, endpoint, file.id, metadata, now, output_seconds=output_seconds, model=self._model)
+        batch = Batch(
+            id, endpoint, file.id, metadata, now, output_seconds=output_seconds, model=self._model, tenant=tenant
+        )
         self._known[batch.id] = batch  # from here on its input cannot be deleted
         try:
             await to_end(self._save, batch)
@@ -142,9 +148,9 @@ class Batches:
         await self._prune()
         return batch
 
-    async def cancel(self, id: str) -> Batch:
-        """Begin to end a batch. Raises BatonError: NOT_FOUND, INVALID_REQUEST when it is over."""
-        batch = self.get(id)
+    async def cancel(self, id: str, tenant: str) -> Batch:
+        """Begin to end a batch of the tenant's. Raises BatonError: NOT_FOUND, INVALID_REQUEST when it is over."""
+        batch = self.get(id, tenant)
         if batch.status.over or batch.status is Status.FINALIZING:
             raise BatonError(Reason.INVALID_REQUEST, f"Cannot cancel a batch with status '{batch.status}'.", param="id")
         if batch.status is not Status.CANCELLING:
@@ -213,7 +219,7 @@ class Batches:
         return found
 
     async def _prune(self) -> None:
-        over = [batch for batch in self.all() if batch.status.over]
+        over = _newest_first(batch for batch in self._known.values() if batch.status.over)
         for batch in over[MAX_KEPT:]:
             del self._known[batch.id]
             await asyncio.to_thread(self._record(batch.id).unlink, missing_ok=True)
@@ -224,3 +230,8 @@ class Batches:
 
     def _record(self, id: str) -> Path:
         return self._directory / "batches" / f"{id}.json"
+
+
+def _newest_first(batches: Iterable[Batch]) -> list[Batch]:
+    # Sorting keeps the order in which those of the same second came.
+    return sorted(batches, key=lambda batch: batch.created)[::-1]

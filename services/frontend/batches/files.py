@@ -33,7 +33,7 @@ _log = structlog.get_logger()
 
 class File(msgspec.Struct, frozen=True):
     """What is known of a file. `created` and `expires` are unix seconds (None, of older ones: it stays); `sha256` of
-    its bytes in hex, `lines` those that end."""
+    its bytes in hex, `lines` those that end; `tenant` whose it is ("" of older ones): nobody else is told of it."""
 
     id: str
     bytes: int
@@ -43,6 +43,7 @@ class File(msgspec.Struct, frozen=True):
     sha256: str
     lines: int
     expires: int | None = None
+    tenant: str = ""
 
     def over(self, now: float) -> bool:
         """Whether its time has passed."""
@@ -119,36 +120,39 @@ class Files:
         """Where its bytes are."""
         return self._directory / f"{id}.data"
 
-    def get(self, id: str, param: str = "id") -> File:
-        """The file of that name. Raises BatonError(NOT_FOUND)."""
+    def get(self, id: str, tenant: str, param: str = "id") -> File:
+        """The tenant's file of that name. Raises BatonError(NOT_FOUND)."""
         file = self._known.get(id)
-        if file is None or file.over(time.time()):
+        if file is None or file.tenant != tenant or file.over(time.time()):
             raise BatonError(Reason.NOT_FOUND, f"No such File object: {id[:80]}", param=param)
         return file
 
-    def all(self) -> list[File]:
-        """Every file, newest first."""
+    def all(self, tenant: str) -> list[File]:
+        """Every file of the tenant, newest first."""
         now = time.time()
-        there = (file for file in self._known.values() if not file.over(now))
+        there = (file for file in self._known.values() if file.tenant == tenant and not file.over(now))
         # Sorting keeps the order in which those of the same second came.
         return sorted(there, key=lambda file: file.created)[::-1]
 
-    def upload(self) -> Upload:
-        """A new file, to be written; `close` on every path. Raises BatonError NO_CAPACITY, STORAGE_FULL."""
+    def upload(self, tenant: str) -> Upload:
+        """A new file of the tenant's, to be written; `close` on every path.
+
+        Raises BatonError: NO_CAPACITY, STORAGE_FULL.
+        """
         if self._uploads >= UPLOADS_AT_ONCE:
             raise BatonError(Reason.NO_CAPACITY, "This server is taking other files in; try again soon.")
         if len(self._known) >= MAX_FILES:
             raise BatonError(Reason.STORAGE_FULL, f"There are {MAX_FILES} files already: delete some that you have.")
         try:
-            upload = Upload(self, new_id("file-"), self._max_bytes)
+            upload = Upload(self, new_id("file-"), tenant, self._max_bytes)
         except OSError as error:
             raise storage_full(error) from error
         self._uploads += 1
         return upload
 
-    async def delete(self, id: str) -> None:
-        """Remove a file. Raises BatonError: NOT_FOUND, FILE_IN_USE."""
-        file = self.get(id)
+    async def delete(self, id: str, tenant: str) -> None:
+        """Remove a file of the tenant's. Raises BatonError: NOT_FOUND, FILE_IN_USE."""
+        file = self.get(id, tenant)
         if batch := self.in_use(id):
             raise BatonError(Reason.FILE_IN_USE, f"{id} is needed by {batch}: cancel that first.", param="id")
         try:
@@ -186,9 +190,9 @@ class Files:
         sync_names(self._directory)
         self.path(id).unlink(missing_ok=True)
 
-    def adopt(self, source: Path, id: str, filename: str, expires_after: int | None) -> File:
-        """Make what a batch wrote a file (its bytes are counted already), for so many seconds if any. Blocking, may be
-        repeated; raises OSError."""
+    def adopt(self, source: Path, id: str, tenant: str, filename: str, expires_after: int | None) -> File:
+        """Make what a batch wrote a file of its tenant's (its bytes are counted already), for so many seconds if any.
+        Blocking, may be repeated; raises OSError."""
         if id in self._known:
             return self._known[id]
         with contextlib.suppress(FileExistsError):
@@ -201,7 +205,7 @@ class Files:
                 size += len(piece)
         now = int(time.time())
         expires = None if expires_after is None else now + expires_after
-        return self._keep(File(id, size, now, filename, RESULT, digest.hexdigest(), lines, expires))
+        return self._keep(File(id, size, now, filename, RESULT, digest.hexdigest(), lines, expires, tenant))
 
     def _keep(self, file: File) -> File:
         write_whole(self._record(file.id), msgspec.json.encode(file))
@@ -215,8 +219,9 @@ class Files:
 class Upload:
     """A file that is being written."""
 
-    def __init__(self, files: Files, id: str, max_bytes: int) -> None:
+    def __init__(self, files: Files, id: str, tenant: str, max_bytes: int) -> None:
         self.id = id
+        self._tenant = tenant
         self._files = files
         self._max_bytes = max_bytes
         self._size = 0
@@ -244,7 +249,8 @@ class Upload:
     async def keep(self, filename: str, purpose: str, expires_after: int = DEFAULT_S) -> File:
         """It is complete, and stays for so many seconds. Raises BatonError."""
         now, sha256 = int(time.time()), self._digest.hexdigest()
-        made = File(self.id, self._size, now, filename, purpose, sha256, self._lines, now + expires_after)
+        expires = now + expires_after
+        made = File(self.id, self._size, now, filename, purpose, sha256, self._lines, expires, self._tenant)
         try:
             return await to_end(self._keep, made)
         except OSError as error:

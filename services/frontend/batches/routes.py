@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
+from services.frontend.api_keys import tenant_of
 from services.frontend.batches.answer import ENDPOINTS
 from services.frontend.batches.batches import Batches
 from services.frontend.batches.expiry import read_form_expiry, read_output_expiry
@@ -56,6 +57,9 @@ def add_routes(app: FastAPI, frontend: Frontend, take_body: TakeBody) -> None:
             raise BatonError(Reason.NOT_FOUND, "This server keeps no files and runs no batches (--batch-dir).")
         return frontend.batches
 
+    def named(request: Request) -> File:
+        return batches().files.get(check_id(request.path_params["id"], "file-"), tenant_of(request))
+
     async def upload(request: Request) -> Response:
         return _json((await _upload(request, batches(), frontend)).shown())
 
@@ -64,21 +68,21 @@ def add_routes(app: FastAPI, frontend: Frontend, take_body: TakeBody) -> None:
         order = query.get("order") or "desc"
         if order not in ("asc", "desc"):
             raise invalid("'order' must be asc or desc.", "order")
-        found = [file for file in batches().files.all() if query.get("purpose") in (None, "", file.purpose)]
+        theirs = batches().files.all(tenant_of(request))
+        found = [file for file in theirs if query.get("purpose") in (None, "", file.purpose)]
         return _page(request, found if order == "desc" else found[::-1], 10_000, 10_000)
 
     async def file(request: Request) -> Response:
-        return _json(batches().files.get(check_id(request.path_params["id"], "file-")).shown())
+        return _json(named(request).shown())
 
     async def delete(request: Request) -> Response:
         id = check_id(request.path_params["id"], "file-")
-        await batches().files.delete(id)
+        await batches().files.delete(id, tenant_of(request))
         batches().count()
         return _json({"id": id, "object": "file", "deleted": True})
 
     async def content(request: Request) -> Response:
-        found = batches().files.get(check_id(request.path_params["id"], "file-"))
-        return FileContent(found, batches(), frontend)
+        return FileContent(named(request), batches(), frontend)
 
     async def create(request: Request) -> Response:
         there = batches()
@@ -87,16 +91,18 @@ def add_routes(app: FastAPI, frontend: Frontend, take_body: TakeBody) -> None:
             asked = read_create(body)
         finally:
             entered.leave()
-        return _json((await there.create(*asked)).shown())
+        return _json((await there.create(*asked, tenant=tenant_of(request))).shown())
 
     async def every(request: Request) -> Response:
-        return _page(request, batches().all(), 20, 100)
+        return _page(request, batches().all(tenant_of(request)), 20, 100)
 
     async def batch(request: Request) -> Response:
-        return _json(batches().get(check_id(request.path_params["id"], "batch_")).shown())
+        id = check_id(request.path_params["id"], "batch_")
+        return _json(batches().get(id, tenant_of(request)).shown())
 
     async def cancel(request: Request) -> Response:
-        return _json((await batches().cancel(check_id(request.path_params["id"], "batch_"))).shown())
+        id = check_id(request.path_params["id"], "batch_")
+        return _json((await batches().cancel(id, tenant_of(request))).shown())
 
     app.add_route("/v1/files", _by_method(GET=files, POST=upload), ["GET", "POST"])
     app.add_route("/v1/files/{id}", _by_method(GET=file, DELETE=delete), ["GET", "DELETE"])
@@ -148,7 +154,7 @@ def _check_metadata(metadata: Any) -> None:
 
 async def _upload(request: Request, batches: Batches, frontend: Frontend) -> File:
     boundary = boundary_of(request.headers)
-    upload = batches.files.upload()
+    upload = batches.files.upload(tenant_of(request))
     try:
         form = await read_form(boundary, _parts(request, frontend), upload)
         purpose = form.fields.get("purpose", "")

@@ -153,7 +153,9 @@ class Run:
             body = bytes(read_line(raw, self.batch.endpoint).body)
         except ValueError as error:  # it was right when it was checked
             raise BatonError(Reason.INTERNAL, f"The line of {custom_id[:80]!r} is no longer what it was.") from error
-        answer = await self._answerer.answer(custom_id, self.batch.endpoint, body, self.batch.expires)
+        answer = await self._answerer.answer(
+            custom_id, self.batch.endpoint, body, self.batch.tenant, self.batch.expires
+        )
         await self._results.add(OUTPUT if answer.ok else ERRORS, custom_id, answer.line, answer.usage)
         self._metrics.lines.labels(answer.outcome).inc()
         self._count()
@@ -196,7 +198,7 @@ class Run:
     async def _adopt(self, kind: str, id: str) -> str:
         batch, known = self.batch, id in self._files
         name = f"{batch.id}_{kind}.jsonl"
-        await to_end(self._files.adopt, self._results.paths[kind], id, name, batch.output_seconds)
+        await to_end(self._files.adopt, self._results.paths[kind], id, batch.tenant, name, batch.output_seconds)
         if known:
             self._results.forget(kind)  # it is counted as that file already
         return id

@@ -22,7 +22,7 @@ from services.frontend.structure import ANY_OBJECT, NAME, Structure
 SAMPLING = (
     "stream", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "skip_special_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "cache_salt",
 )  # fmt: skip
 """Fields that are what they are in a chat; OpenAI itself has the first three."""
 LOGPROBS = "message.output_text.logprobs"

@@ -20,17 +20,17 @@ from services.frontend.turn import Turn
 
 
 async def read(
-    frontend: Frontend, body: bytes | bytearray, away_s: float = AWAY_S
+    frontend: Frontend, body: bytes | bytearray, tenant: str, away_s: float = AWAY_S
 ) -> tuple[Asked, list[Ask], tuple[bytes, ...]]:
-    """A checked body, with the conversation that it goes on with and the items that it refers to. `away_s`: of
+    """A tenant's checked body, with the conversation that it goes on with and the items that it refers to. `away_s`: of
     `Frontend.context_length`. Raises BatonError."""
-    asked, asks = await frontend.read(body, Api.RESPONSES, away_s=away_s)
+    asked, asks = await frontend.read(body, Api.RESPONSES, tenant, away_s=away_s)
     earlier: tuple[bytes, ...] = ()
     if not asked.prompts:
-        earlier = _conversation(frontend, asked.previous) if asked.previous else ()
+        earlier = _conversation(frontend, tenant, asked.previous) if asked.previous else ()
         room = frontend.max_body_bytes - sum(map(len, earlier))
-        items = await asyncio.to_thread(stored, frontend.responses, read_references(asked.told), room)
-        asked, asks = await frontend.read(body, Api.RESPONSES, earlier_of(earlier, items), away_s=away_s)
+        items = await asyncio.to_thread(stored, frontend.responses, tenant, read_references(asked.told), room)
+        asked, asks = await frontend.read(body, Api.RESPONSES, tenant, earlier_of(earlier, items), away_s=away_s)
     return asked, asks, earlier
 
 
@@ -57,14 +57,14 @@ def format_of(
 
 
 async def prepare_line(
-    frontend: Frontend, body: bytes, uid: str, timeout_s: float, turns: Callable[[int], Turn]
+    frontend: Frontend, body: bytes, uid: str, tenant: str, timeout_s: float, turns: Callable[[int], Turn]
 ) -> Prepared:
     """Of a batch. Its response is not kept: those that clients go on with would have to make room for it.
 
     Raises BatonError.
     """
     begun = time.time()
-    asked, asks, _ = await read(frontend, body, LONG_AWAY_S)
+    asked, asks, _ = await read(frontend, body, tenant, LONG_AWAY_S)
     told = read_told(asked.told)
     if told.background:
         raise invalid("'background' has no place in a batch.", "background")
@@ -74,10 +74,10 @@ async def prepare_line(
     return Prepared(call, format, asked.options.stream, include_usage=True)
 
 
-def _conversation(frontend: Frontend, id: str) -> tuple[bytes, ...]:
+def _conversation(frontend: Frontend, tenant: str, id: str) -> tuple[bytes, ...]:
     param = "previous_response_id"
     try:
-        kept = frontend.responses.get(id)
+        kept = frontend.responses.get(id, tenant)
     except BatonError:
         text = f"Previous response with id '{id[:80]}' not found."
         raise BatonError(Reason.PREVIOUS_RESPONSE_NOT_FOUND, text, param=param) from None

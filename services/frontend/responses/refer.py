@@ -60,8 +60,8 @@ def check_once(value: Any, before: Iterable[Item], items: Sequence[Item]) -> Non
             raise invalid(f"'input[{i}]': the item '{item['id'][:80]}' is in the conversation already.", f"input[{i}]")
 
 
-def stored(store: ResponseStore, ids: Iterable[str], most: int) -> dict[str, msgspec.Raw]:
-    """The items of those ids, as JSON. Work for a thread.
+def stored(store: ResponseStore, tenant: str, ids: Iterable[str], most: int) -> dict[str, msgspec.Raw]:
+    """The tenant's items of those ids, as JSON. Work for a thread.
 
     Raises BatonError: NOT_FOUND, REQUEST_TOO_LARGE when they have more than `most` bytes together.
     """
@@ -71,7 +71,7 @@ def stored(store: ResponseStore, ids: Iterable[str], most: int) -> dict[str, msg
         owner = _OWNER.fullmatch(id)
         uid = owner[1] if owner else ""
         if uid not in responses:
-            responses[uid] = _items_of(store, uid)
+            responses[uid] = _items_of(store, tenant, uid)
         item = responses[uid].get(id)
         if item is None:
             text = f"Item with id '{id[:80]}' not found: items are kept with a response whose 'store' is true."
@@ -87,9 +87,9 @@ def earlier_of(parts: tuple[bytes, ...], items: Mapping[str, msgspec.Raw]) -> by
     return _encode({"before": msgspec.Raw(listed(parts)), "items": items})
 
 
-def _items_of(store: ResponseStore, uid: str) -> dict[str, msgspec.Raw]:
+def _items_of(store: ResponseStore, tenant: str, uid: str) -> dict[str, msgspec.Raw]:
     try:
-        kept = store.get(f"resp_{uid}")
+        kept = store.get(f"resp_{uid}", tenant)
     except BatonError:
         return {}
     return dict(with_ids(listed((kept.items, kept.output))))

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.frontend.api_keys import tenant_of
 from services.frontend.asked import Asked
 from services.frontend.call import Ask
 from services.frontend.errors import invalid
@@ -61,23 +62,23 @@ class Responses:
         entered, body = await self._receive(request, self._frontend, "responses")
         held = contextlib.ExitStack()
         held.callback(entered.leave)
-        uid, frontend = secrets.token_hex(12), self._frontend
+        uid, tenant, frontend = secrets.token_hex(12), tenant_of(request), self._frontend
 
         async def prepare() -> Prepared | Response:
             try:
                 begun = time.time()
-                asked, asks, earlier = await read(frontend, body)
+                asked, asks, earlier = await read(frontend, body, tenant)
             finally:
                 body.clear()
                 entered.body_read()
-            return self._prepared(uid, begun, asked, asks, earlier, held)
+            return self._prepared(uid, tenant, begun, asked, asks, earlier, held)
 
         job = Job(uid, "responses", prepare, held.close)
         return CompletionResponse(job, frontend.metrics, frontend.requests, frontend.client_stall_s)
 
     async def retrieve(self, request: Request) -> Response:
         """`GET /v1/responses/{id}`, as it is now; or, with `stream`, the events of one in the background."""
-        kept = self.store.get(request.path_params["id"])
+        kept = self._kept(request)
         if request.query_params.get("stream") not in ("true", "True", "1"):
             return _json(kept.response)
         if kept.run is None:
@@ -88,16 +89,16 @@ class Responses:
 
     async def cancel(self, request: Request) -> Response:
         """`POST /v1/responses/{id}/cancel`: one in the background; what has ended stays as it is."""
-        kept = self.store.get(request.path_params["id"])
+        kept = self._kept(request)
         if kept.run is None:
             text = "Only responses that were created with 'background' can be cancelled: end others by disconnecting."
             raise invalid(text, "id")
         await kept.run.cancel()
-        return _json(self.store.get(kept.id).response)
+        return _json(self.store.get(kept.id, kept.tenant).response)
 
     async def delete(self, request: Request) -> Response:
         """`DELETE /v1/responses/{id}`: it is forgotten, and cancelled when it runs."""
-        kept = self.store.get(request.path_params["id"])
+        kept = self._kept(request)
         if kept.run is not None:
             await kept.run.cancel()
         self.store.delete(kept.id)
@@ -105,16 +106,21 @@ class Responses:
 
     async def input_items(self, request: Request) -> Response:
         """`GET /v1/responses/{id}/input_items`: page by page, the newest first unless told otherwise."""
-        kept, query = self.store.get(request.path_params["id"]), request.query_params
+        kept, query = self._kept(request), request.query_params
         limit = _number(query, "limit", PAGE, 1, MAX_PAGE)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise invalid("'order' must be asc or desc.", "order")
         return _json(await asyncio.to_thread(_page, kept.input, limit, order == "desc", query.get("after")))
 
+    def _kept(self, request: Request) -> Kept:
+        """The response that a path names. Raises BatonError(NOT_FOUND)."""
+        return self.store.get(request.path_params["id"], tenant_of(request))
+
     def _prepared(
         self,
         uid: str,
+        tenant: str,
         begun: float,
         asked: Asked,
         asks: list[Ask],
@@ -129,13 +135,15 @@ class Responses:
 
         def keep(final: Final) -> None:
             output = _members(final.response["output"])
-            self.store.put(Kept(PREFIX + uid, final.status, _encode(final.response), items, output, earlier, run))
+            last = _encode(final.response)
+            self.store.put(Kept(PREFIX + uid, final.status, last, items, output, earlier, run, tenant))
 
         format = format_of(frontend, uid, begun, asked, told, keep if told.store and run is None else None)
         call = frontend.call(uid, asks, options, begun, promised=told.background)
         if run is None:
             return Prepared(call, format, options.stream, include_usage=True)
-        self.store.put(Kept(format.id, "in_progress", _encode(format.object("in_progress")), items, b"", earlier, run))
+        now = _encode(format.object("in_progress"))
+        self.store.put(Kept(format.id, "in_progress", now, items, b"", earlier, run, tenant))
         self.runs.start(run, call, format, keep, held.pop_all())
         if options.stream:
             return FollowResponse(run.log, -1, frontend.metrics, frontend.client_stall_s)

@@ -30,7 +30,8 @@ OVERHEAD = 64
 @dataclass(frozen=True)
 class Kept:
     """One response. The parts are JSON: `response` is the object that is told, `items` and `output` are members of
-    lists, without brackets. `earlier`: the same of the turns before. `run`: of a response in the background."""
+    lists, without brackets. `earlier`: the same of the turns before. `run`: of a response in the background. `tenant`:
+    whose it is; for anybody else it is not there."""
 
     id: str
     status: str
@@ -39,6 +40,7 @@ class Kept:
     output: bytes
     earlier: tuple[bytes, ...] = ()
     run: Run | None = None
+    tenant: str = ""
 
     @property
     def running(self) -> bool:
@@ -99,12 +101,12 @@ class ResponseStore:
                 self._holders[id(part)] += 1
             self._evict()
 
-    def get(self, id: str) -> Kept:
-        """Raises BatonError(NOT_FOUND)."""
+    def get(self, id: str, tenant: str) -> Kept:
+        """The tenant's response. Raises BatonError(NOT_FOUND)."""
         with self._lock:
             self._evict()
             found = self._kept.get(id)
-        if found is None:
+        if found is None or found[0].tenant != tenant:
             raise BatonError(Reason.NOT_FOUND, f"Response with id '{id[:80]}' not found.")
         return found[0]
 

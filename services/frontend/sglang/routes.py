@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from baton.errors import BatonError, Reason
 from baton.v1 import registry_pb2, worker_pb2
+from services.frontend.api_keys import tenant_of
 from services.frontend.asked import Api, Asked
 from services.frontend.call import Ask, Call, ends
 from services.frontend.detokenise import Show
@@ -83,7 +84,7 @@ async def _generate(request: Request, frontend: Frontend, receive: Receive) -> R
     async def prepare() -> Prepared:
         begun = time.time()
         try:
-            asked = await read_as(frontend, body, Api.GENERATE)
+            asked = await read_as(frontend, body, Api.GENERATE, tenant=tenant_of(request))
             return _prepared(frontend, asked, uid, begun + frontend.request_timeout_s)
         except BatonError as error:
             raise blamed(error) from error

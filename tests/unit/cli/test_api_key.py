@@ -22,3 +22,5 @@ def test_the_first_key_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         authorization()
     path.write_text("# ours\n\n sk-one \nsk-two\n")
     assert authorization() == {"authorization": "Bearer sk-one"}
+    path.write_text("sk-three acme\nsk-two\n")
+    assert authorization() == {"authorization": "Bearer sk-three"}, "without its tenant"

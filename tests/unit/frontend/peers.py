@@ -299,7 +299,6 @@ class Stack:
         self.bodies = BodyReader(model, self.metrics, reasoning=changes.pop("reasoning", "auto"))
         self.backend = Backend(
             card=model.card,
-            key_root=model.key_root(),
             eos_ids=model.generation.eos_ids,
             prompts=self.bodies.reading.prompts,
             router=self.client,
@@ -307,6 +306,7 @@ class Stack:
             background=self.background,
             metrics=self.metrics,
             fallback=fallback,
+            ttft_slo_s=changes.pop("ttft_slo_s", 0.0),
         )
         gate = Gate(changes.pop("max_requests", 1024), changes.pop("max_body_held", 2 << 20), self.metrics)
         settings = {"request_timeout_s": HANG_S, "client_stall_s": 5.0, "max_body_bytes": 1 << 20} | changes

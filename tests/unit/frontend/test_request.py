@@ -127,7 +127,6 @@ def make(peers: Peers, choices: int, turn: Places | None = None) -> tuple[Genera
     inbox: Inbox[Item] = Inbox()
     backend = Backend(
         card=registry_pb2.ModelCard(model="m"),
-        key_root=b"",
         eos_ids=(2,),
         prompts=cast(Prompts, peers),
         router=cast(RouterClient, peers),

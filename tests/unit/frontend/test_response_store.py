@@ -31,7 +31,7 @@ def kept(id: str, size: int = 10, earlier: tuple[bytes, ...] = (), status: str =
 
 def known(store: ResponseStore, id: str) -> bool:
     try:
-        store.get(id)
+        store.get(id, "")
     except BatonError:
         return False
     return True
@@ -51,7 +51,7 @@ class Machine(RuleBasedStateMachine):
     def put(self, size: int, running: bool, goes_on: int) -> None:
         earlier: tuple[bytes, ...] = ()
         if self.ids and known(self.store, self.ids[goes_on % len(self.ids)]):
-            earlier = self.store.get(self.ids[goes_on % len(self.ids)]).conversation
+            earlier = self.store.get(self.ids[goes_on % len(self.ids)], "").conversation
         self.made += 1
         self.ids.append(f"r{self.made}")
         if running:

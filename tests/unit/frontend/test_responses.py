@@ -313,7 +313,7 @@ async def test_items_that_are_not_there_are_told(stack: Stack) -> None:
 async def test_items_referred_to_are_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await create(stack, input=[{"role": "user", "content": "word " * 100} for _ in range(2)])
     items = [item.id async for item in openai_client(stack).responses.input_items.list(first.id)]
-    monkeypatch.setattr("services.frontend.responses.prepare.stored", lambda *asked: stored(*asked[:2], 900))
+    monkeypatch.setattr("services.frontend.responses.prepare.stored", lambda *asked: stored(*asked[:3], 900))
     await create(stack, input=refers(items[0]))
     status, body = await refused(stack, input=refers(*items))
     assert (status, body["error"]["code"], body["error"]["param"]) == (413, "request_too_large", "input")

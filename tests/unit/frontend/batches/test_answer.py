@@ -24,7 +24,7 @@ class Scripted:
         self.errors = list(errors)
         self.answerer = Answerer(self.prepare, self.read, self.embed, BatchMetrics(CollectorRegistry()))
 
-    async def prepare(self, endpoint: str, body: bytes, uid: str, timeout_s: float) -> Prepared:
+    async def prepare(self, endpoint: str, body: bytes, uid: str, tenant: str, timeout_s: float) -> Prepared:
         raise AssertionError
 
     async def read(self, body: bytes) -> Inputs:
@@ -42,23 +42,25 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_line_that_finds_no_place_is_tried_until_it_does() -> None:
-    answer = await Scripted(*[Reason.NO_CAPACITY] * 3 * TRIES).answerer.answer("a", EMBEDDINGS, b"{}", time.time() + 60)
+    answer = await Scripted(*[Reason.NO_CAPACITY] * 3 * TRIES).answerer.answer(
+        "a", EMBEDDINGS, b"{}", "", time.time() + 60
+    )
     assert (answer.ok, answer.outcome, answer.usage) == (True, "ok", Usage(3))
 
 
 async def test_as_long_as_it_has_time() -> None:
-    answer = await Scripted(*[Reason.NO_CAPACITY] * 3 * TRIES).answerer.answer("a", EMBEDDINGS, b"{}", time.time())
+    answer = await Scripted(*[Reason.NO_CAPACITY] * 3 * TRIES).answerer.answer("a", EMBEDDINGS, b"{}", "", time.time())
     assert (answer.ok, answer.outcome) == (False, "no_capacity")
     assert json.loads(answer.line)["response"]["status_code"] == 429
 
 
 async def test_what_fails_again_and_again_ends() -> None:
     scripted = Scripted(*[Reason.ENGINE_FAILED] * 3 * TRIES)
-    answer = await scripted.answerer.answer("a", EMBEDDINGS, b"{}", time.time() + 60)
+    answer = await scripted.answerer.answer("a", EMBEDDINGS, b"{}", "", time.time() + 60)
     assert (answer.ok, answer.outcome, len(scripted.errors)) == (False, "engine_failed", 2 * TRIES)
 
 
 async def test_what_is_wrong_is_tried_once() -> None:
     scripted = Scripted(Reason.NO_CAPACITY, Reason.INVALID_REQUEST)
-    answer = await scripted.answerer.answer("a", EMBEDDINGS, b"{}", time.time() + 60)
+    answer = await scripted.answerer.answer("a", EMBEDDINGS, b"{}", "", time.time() + 60)
     assert (answer.ok, answer.outcome, len(scripted.errors)) == (False, "invalid_request", 1)

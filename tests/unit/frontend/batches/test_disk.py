@@ -34,7 +34,7 @@ def files_of(path: Path, *, most: int = 100, space: int = 250) -> Files:
 
 
 async def put(files: Files, data: bytes) -> str:
-    upload = files.upload()
+    upload = files.upload("")
     try:
         await upload.write(data)
         return (await upload.keep("name", "batch")).id
@@ -48,12 +48,12 @@ async def put(files: Files, data: bytes) -> str:
 async def test_files_are_found_again_and_what_was_interrupted_is_not(tmp_path: Path) -> None:
     files = files_of(tmp_path)
     id = await put(files, b"a\nb\n")
-    half = files.upload()
+    half = files.upload("")
     await half.write(b"half")
     (tmp_path / "files" / "x.json.new").write_bytes(b"{")
     again = files_of(tmp_path)
-    assert [file.id for file in again.all()] == [id]
-    assert (again.get(id).bytes, again.get(id).lines) == (4, 2)
+    assert [file.id for file in again.all("")] == [id]
+    assert (again.get(id, "").bytes, again.get(id, "").lines) == (4, 2)
     assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [f"{id}.data", f"{id}.json"]
     half.close()
 
@@ -67,15 +67,15 @@ async def test_bytes_and_uploads_are_bounded_and_given_back(tmp_path: Path) -> N
     with pytest.raises(BatonError) as large:
         await put(files, b"x" * 101)
     assert large.value.reason is Reason.REQUEST_TOO_LARGE
-    await files.delete(ids[0])
+    await files.delete(ids[0], "")
     ids[0] = await put(files, b"x" * 100)
     for id in ids:
-        await files.delete(id)
+        await files.delete(id, "")
     assert files._space.used == 0
     assert list((tmp_path / "files").iterdir()) == []
-    uploads = [files.upload() for _ in range(8)]
+    uploads = [files.upload("") for _ in range(8)]
     with pytest.raises(BatonError, match="taking other files in"):
-        files.upload()
+        files.upload("")
     for upload in uploads:
         upload.close()
     await put(files, b"x")
@@ -85,15 +85,15 @@ async def test_a_file_is_no_more_when_its_time_has_passed(tmp_path: Path, monkey
     clock = 1_000_000.0
     monkeypatch.setattr("services.frontend.batches.files.time.time", lambda: clock)
     files = files_of(tmp_path)
-    upload = files.upload()
+    upload = files.upload("")
     await upload.write(b"short")
     short = (await upload.keep("name", "batch", 3600)).id
     upload.close()
     stays = await put(files, b"stays")
     (tmp_path / "made").write_bytes(b"made\n")
     files._space.take(5)
-    made = files.adopt(tmp_path / "made", "file-" + "0" * 24, "made", 7200)
-    assert [files.get(id).shown()["expires_at"] for id in (short, stays, made.id)] == [
+    made = files.adopt(tmp_path / "made", "file-" + "0" * 24, "", "made", 7200)
+    assert [files.get(id, "").shown()["expires_at"] for id in (short, stays, made.id)] == [
         1_003_600,
         1_000_000 + DEFAULT_S,
         1_007_200,
@@ -101,13 +101,13 @@ async def test_a_file_is_no_more_when_its_time_has_passed(tmp_path: Path, monkey
     clock += 3599
     assert await files.expire() == 0
     files = files_of(tmp_path)
-    assert len(files.all()) == 3, "the record tells it after a restart too"
+    assert len(files.all("")) == 3, "the record tells it after a restart too"
     clock += 1
-    for refused in (files.get, lambda id: asyncio.run(files.delete(id))):
+    for refused in (files.get, lambda *named: asyncio.run(files.delete(*named))):
         with pytest.raises(BatonError) as gone:
-            await asyncio.to_thread(refused, short)
+            await asyncio.to_thread(refused, short, "")
         assert gone.value.reason is Reason.NOT_FOUND
-    assert {file.id for file in files.all()} == {stays, made.id}
+    assert {file.id for file in files.all("")} == {stays, made.id}
     files.in_use = lambda id: "batch_1" if id == short else None
     assert await files.expire() == 0
     assert files.path(short).read_bytes() == b"short", "who reads it may do so to the end"
@@ -120,7 +120,7 @@ async def test_a_file_is_no_more_when_its_time_has_passed(tmp_path: Path, monkey
         broken.setattr(files, "_remove", lambda _: os.unlink("/nowhere"))
         assert await files.expire() == 0
     assert await files.expire() == 1, "what failed is tried again"
-    assert [file.id for file in files_of(tmp_path).all()] == [stays]
+    assert [file.id for file in files_of(tmp_path).all("")] == [stays]
 
 
 @pytest.mark.parametrize(

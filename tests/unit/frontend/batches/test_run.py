@@ -35,13 +35,15 @@ class Scripted(Answerer):
 
     def __init__(self, most: int = 1 << 30) -> None:
         self.answered: Counter[str] = Counter()
+        self.tenants: set[str] = set()
         self._most = most
 
-    async def answer(self, custom_id: str, endpoint: str, body: bytes, expires: float) -> Answer:
+    async def answer(self, custom_id: str, endpoint: str, body: bytes, tenant: str, expires: float) -> Answer:
         if self.answered.total() >= self._most:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
         self.answered[custom_id] += 1
+        self.tenants.add(tenant)
         if int(custom_id) % 3 == 0:
             return Answer(False, line_of(custom_id, error=("bad", "bad")), "bad")
         answered = b'{"usage":{"prompt_tokens":2,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":1}}}'
@@ -71,22 +73,22 @@ def line(n: int) -> bytes:
     return b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{}}\n' % n
 
 
-async def put(batches: Batches, data: bytes | None = None) -> Batch:
+async def put(batches: Batches, data: bytes | None = None, tenant: str = "") -> Batch:
     """A batch of LINES lines."""
-    upload = batches.files.upload()
+    upload = batches.files.upload(tenant)
     try:
         await upload.write(b"".join(map(line, range(LINES))) if data is None else data)
         file = await upload.keep("in", "batch")
     finally:
         upload.close()
-    return await batches.create(file.id, "/v1/completions", None)
+    return await batches.create(file.id, "/v1/completions", None, tenant=tenant)
 
 
-async def over(batches: Batches, id: str) -> Batch:
+async def over(batches: Batches, id: str, tenant: str = "") -> Batch:
     async with asyncio.timeout(HANG_S):
-        while not batches.get(id).status.over or id in batches._runs:  # noqa: ASYNC110
+        while not batches.get(id, tenant).status.over or id in batches._runs:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
-    return batches.get(id)
+    return batches.get(id, tenant)
 
 
 def names(batches: Batches, id: str | None) -> Counter[str]:
@@ -99,7 +101,7 @@ def complete(batches: Batches, batch: Batch) -> None:
     """Every line is in one of the files, once; bytes add up."""
     good, bad = names(batches, batch.output_file_id), names(batches, batch.error_file_id)
     assert good + bad == dict.fromkeys(map(str, range(LINES)), 1)
-    kept = sum(file.bytes for file in batches.files.all())
+    kept = sum(file.bytes for file in batches.files.all(""))
     assert batches._space.used == kept
     assert not [p for p in (batches._directory / "batches").iterdir() if p.suffix != ".json"]
 
@@ -119,7 +121,7 @@ def test_interrupted_anywhere_each_line_is_in_once(
             async with World(directory, scripted) as batches:
                 id = id or (await put(batches)).id
                 async with asyncio.timeout(HANG_S):
-                    while scripted.answered.total() < stop and not batches.get(id).status.over:  # noqa: ASYNC110
+                    while scripted.answered.total() < stop and not batches.get(id, "").status.over:  # noqa: ASYNC110
                         await asyncio.sleep(0.002)
             path = directory / "batches" / f"{id}.output"
             # Once it is linked as a file nobody writes to it.
@@ -194,9 +196,9 @@ async def test_a_cancelled_batch_ends_also_after_a_restart(tmp_path: Path) -> No
     async with World(tmp_path, Scripted(0)) as batches:
         id = (await put(batches)).id
         async with asyncio.timeout(HANG_S):
-            while batches.get(id).status is Status.VALIDATING:  # noqa: ASYNC110
+            while batches.get(id, "").status is Status.VALIDATING:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
-        cancelling = asyncio.ensure_future(batches.cancel(id))
+        cancelling = asyncio.ensure_future(batches.cancel(id, ""))
         await asyncio.sleep(0)
     await cancelling
     async with World(tmp_path) as batches:
@@ -204,7 +206,7 @@ async def test_a_cancelled_batch_ends_also_after_a_restart(tmp_path: Path) -> No
         assert batch.status is Status.CANCELLED
         complete(batches, batch)
         with pytest.raises(BatonError, match="Cannot cancel"):
-            await batches.cancel(id)
+            await batches.cancel(id, "")
 
 
 async def test_a_full_disk_fails_the_batch_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +247,46 @@ async def test_a_file_stays_while_a_batch_needs_it(tmp_path: Path) -> None:
     async with World(tmp_path, Scripted(0)) as batches:
         batch = await put(batches)
         with pytest.raises(BatonError) as caught:
-            await batches.files.delete(batch.input_file_id)
+            await batches.files.delete(batch.input_file_id, "")
         assert caught.value.reason is Reason.FILE_IN_USE
-        await batches.cancel(batch.id)
+        await batches.cancel(batch.id, "")
         await over(batches, batch.id)
-        await batches.files.delete(batch.input_file_id)
+        await batches.files.delete(batch.input_file_id, "")
+
+
+async def test_a_batch_is_its_tenants_also_after_a_restart(tmp_path: Path) -> None:
+    """Nobody else is told of its record, its input or its results; each of its lines is its tenant's."""
+    async with World(tmp_path, first := Scripted(5)) as batches:
+        batch = await put(batches, tenant="acme")
+        file = batch.input_file_id
+        async with asyncio.timeout(HANG_S):
+            while first.answered.total() < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+    async with World(tmp_path, second := Scripted()) as batches:
+        batch = await over(batches, batch.id, "acme")
+        assert first.tenants == second.tenants == {"acme"}
+        files = [file, batch.output_file_id, batch.error_file_id]
+        assert {one.id for one in batches.files.all("acme")} == set(files)
+        assert [one.id for one in batches.all("acme")] == [batch.id]
+        for tenant in ("", "other"):
+            assert (batches.all(tenant), batches.files.all(tenant)) == ([], [])
+            for attempt in (
+                lambda tenant=tenant: batches.get(batch.id, tenant),
+                lambda tenant=tenant: batches.files.get(file, tenant),
+                lambda tenant=tenant: batches.files.get(batch.output_file_id or "", tenant),
+            ):
+                with pytest.raises(BatonError) as caught:
+                    attempt()
+                assert caught.value.reason is Reason.NOT_FOUND
+            for call in (
+                batches.create(file, "/v1/completions", None, tenant=tenant),
+                batches.cancel(batch.id, tenant),
+                batches.files.delete(file, tenant),
+            ):
+                with pytest.raises(BatonError) as caught:
+                    await call
+                assert caught.value.reason is Reason.NOT_FOUND
+        await batches.files.delete(file, "acme")
 
 
 async def test_an_input_may_run_out_of_time_before_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,17 +294,17 @@ async def test_an_input_may_run_out_of_time_before_its_batch(tmp_path: Path, mon
     clock = time.time()
     monkeypatch.setattr("services.frontend.batches.files.time.time", lambda: clock)
     async with World(tmp_path, Scripted(5)) as batches:
-        upload = batches.files.upload()
+        upload = batches.files.upload("")
         await upload.write(b"".join(map(line, range(LINES))))
         file = await upload.keep("in", "batch", 3600)
         upload.close()
-        batch = await batches.create(file.id, "/v1/completions", None, 7200)
+        batch = await batches.create(file.id, "/v1/completions", None, 7200, tenant="")
         clock += 3600
         await batches.expire()
         with pytest.raises(BatonError, match="No such File"):
-            batches.files.get(file.id)
+            batches.files.get(file.id, "")
         with pytest.raises(BatonError, match="No such File"):
-            await batches.create(file.id, "/v1/completions", None)
+            await batches.create(file.id, "/v1/completions", None, tenant="")
     world = World(tmp_path)
     async with world as batches:
         batch = await over(batches, batch.id)
@@ -275,18 +312,18 @@ async def test_an_input_may_run_out_of_time_before_its_batch(tmp_path: Path, mon
         await batches.expire()
         assert not batches.files.path(file.id).exists()
         complete(batches, batch)
-        assert all(one.expires == one.created + 7200 for one in batches.files.all())
+        assert all(one.expires == one.created + 7200 for one in batches.files.all(""))
         clock += 7200
         await batches.expire()
         assert batches._space.used == len(batches.files) == 0
-        assert batches.get(batch.id).shown()["output_file_id"]
+        assert batches.get(batch.id, "").shown()["output_file_id"]
         assert world.batches.metrics.expired._value.get() == 3
 
 
 async def test_without_a_word_files_stay_for_thirty_days(tmp_path: Path) -> None:
     async with World(tmp_path) as batches:
         await over(batches, (await put(batches)).id)
-        files = batches.files.all()
+        files = batches.files.all("")
         assert [file.purpose for file in files].count("batch_output") == 2
         assert all(file.expires == file.created + 30 * 24 * 3600 for file in files)
 
@@ -295,7 +332,7 @@ async def test_records_of_older_versions_are_read(tmp_path: Path) -> None:
     async with World(tmp_path, Scripted(3)) as batches:
         batch = await put(batches)
         async with asyncio.timeout(HANG_S):
-            while batches.get(batch.id).status is Status.VALIDATING:  # noqa: ASYNC110
+            while batches.get(batch.id, "").status is Status.VALIDATING:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     record = tmp_path / "batches" / f"{batch.id}.json"
     old = {k: v for k, v in json.loads(record.read_bytes()).items() if k not in ("usage", "model")}
@@ -303,7 +340,7 @@ async def test_records_of_older_versions_are_read(tmp_path: Path) -> None:
     async with World(tmp_path) as batches:
         batch = await over(batches, batch.id)
         assert (batch.status, batch.usage, batch.model) == (Status.COMPLETED, Usage(26, 65, 13), None)
-        assert batches.files.get(batch.output_file_id or "").expires is None
+        assert batches.files.get(batch.output_file_id or "", "").expires is None
 
 
 async def test_two_cannot_have_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
