@@ -11,22 +11,10 @@ import abc
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 from pathlib import Path
 
-ALIGN = 4096
-"""What O_DIRECT asks of address, offset and length, on every device that we know of."""
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to ALIGN."""
-    return -(-size // ALIGN) * ALIGN
-
-
-def aligned_buffer(size: int) -> memoryview:
-    """Zeroed page-aligned memory of `size` bytes, rounded up."""
-    return memoryview(mmap.mmap(-1, aligned(size)))
+from services.kvstore.aligned import ALIGN, aligned_buffer
 
 
 class Disk(abc.ABC):

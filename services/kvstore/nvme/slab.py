@@ -18,7 +18,7 @@ import xxhash
 
 from baton.kv.handle import checksum
 from baton.kv.keys import KEY_BYTES
-from services.kvstore.nvme.disk import ALIGN, aligned
+from services.kvstore.aligned import ALIGN, aligned
 from services.kvstore.tier import BlockShape, Facts
 
 VERSION = 1

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
+from services.kvstore.aligned import ALIGN
+from services.kvstore.breaker import Breaker
 from services.kvstore.eviction import Watermarks
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN, Disk
-from services.kvstore.nvme.io import DiskIo, DiskUnavailable
+from services.kvstore.medium_io import MediumIo, MediumUnavailable
+from services.kvstore.nvme.disk import Disk
 from services.kvstore.nvme.scan import Scanned, read_headers
 from services.kvstore.nvme.slab import (
     MAX_TENANT_BYTES,
@@ -29,7 +30,7 @@ from services.kvstore.nvme.slab import (
 from services.kvstore.nvme.slot_io import Place, erase_slot, read_slot, write_slot
 from services.kvstore.table import SlotEntry, SlotTable
 from services.kvstore.table_tier import TableTier
-from services.kvstore.tier import BlockShape, Facts, TierStats, Verdict, slots_for, verdict
+from services.kvstore.tier import BlockShape, Facts, TierStats, slots_for
 
 THREADS = 4
 SCAN_CHUNK = 64
@@ -41,9 +42,10 @@ _log = structlog.get_logger()
 
 
 class NvmeTier(TableTier):
-    """`count(operation, outcome, number)` hears of every operation's end. Call `open` before anything else."""
+    """Call `open` before anything else."""
 
     name = "nvme"
+    head = ALIGN
 
     def __init__(
         self,
@@ -54,21 +56,15 @@ class NvmeTier(TableTier):
         breaker: Breaker | None = None,
         count: Callable[[str, str, int], None] = lambda operation, outcome, number: None,
     ) -> None:
-        super().__init__()
+        super().__init__(MediumIo(breaker or Breaker(), THREADS, deadline_s), watermarks, quotas, count)
         self._disk = disk
-        self._watermarks = watermarks
-        self._quotas = dict(quotas or {})
-        self._count = count
-        self._io = DiskIo(breaker or Breaker(), THREADS, deadline_s)
         self._superblock: Superblock | None = None
         self._saved: Superblock | None = None
         """What the disk says; None: nobody knows."""
         self._saving = asyncio.Lock()
         self._saves = 0
         """Writes of the superblock that have not returned; a late one may still land over a newer one."""
-        self._table = self._new_table(0, 1)
         self._writing: set[bytes] = set()
-        self._loading = 0
 
     @property
     def shape(self) -> BlockShape | None:
@@ -78,7 +74,7 @@ class NvmeTier(TableTier):
         """Read what the slab says of itself. A slab that cannot be read is as an empty one."""
         try:
             await self._io.run(ALIGN, self._read_superblock)
-        except DiskUnavailable as error:
+        except MediumUnavailable as error:
             _log.warning("the slab cannot be read: starting empty", error=str(error))
         if self._saved and self._slots(self._saved.shape):
             self._superblock = self._saved
@@ -127,7 +123,7 @@ class NvmeTier(TableTier):
         self._writing.add(key)
         try:
             outcome = await self._store(key, payload, facts)
-        except DiskUnavailable as error:
+        except MediumUnavailable as error:
             outcome = self._failed("store", error)
         finally:
             self._writing.discard(key)
@@ -143,42 +139,22 @@ class NvmeTier(TableTier):
         if room is None:
             return "no_room" if reason == "capacity" else reason
         place = Place(superblock.shape, superblock.era, room.slot)
-        sealed = False
-
-        def copy(buffer: memoryview) -> None:
-            place.payload(buffer)[:] = payload
-
-        def seal(buffer: memoryview, digest: int) -> None:
-            nonlocal sealed
-            if not room.cleared and superblock == self._superblock:  # else what it covers was cleared meanwhile
-                sealed = True
-                table.seal(room, key, facts, digest)
-
-        def free() -> None:
-            if not sealed:
-                table.cancel(room)
+        try:
+            await self._save_superblock()
+        except BaseException:
+            table.cancel(room)
+            raise
+        if superblock != self._superblock:
+            table.cancel(room)
+            return "cleared"
 
         def write(buffer: memoryview) -> int:
             return write_slot(self._disk, place, key, room.generation, facts, buffer)
 
-        try:
-            await self._save_superblock()
-        except BaseException:
-            free()
-            raise
-        if superblock != self._superblock:
-            free()
-            return "cleared"
-        await self._io.run(place.size, write, before=copy, after=seal, ended=free)
-        return "ok" if sealed else "cleared"
+        def valid() -> bool:
+            return superblock == self._superblock  # else what it covers was cleared meanwhile
 
-    async def load(self, key: bytes, into: memoryview) -> bool:
-        return await self._load(key, into) == "ok"
-
-    async def verify(self, key: bytes) -> Verdict:
-        if (shape := self.shape) is None:
-            return Verdict.SOUND
-        return verdict(await self._load(key, memoryview(bytearray(shape.block_bytes))))
+        return await self._write_slot(place.size, room, key, payload, facts, write, valid)
 
     async def _load(self, key: bytes, into: memoryview) -> str:
         superblock, table = self._superblock, self._table
@@ -186,32 +162,11 @@ class NvmeTier(TableTier):
         if entry is None or superblock is None:
             return "missing"
         place = Place(superblock.shape, superblock.era, entry.slot)
-        alone = not self._loading
 
-        def read(buffer: memoryview) -> float | None:
-            began = time.monotonic()
-            good = read_slot(self._disk, place, key, entry.generation, entry.digest, buffer)
-            return time.monotonic() - began if good else None
+        def read(buffer: memoryview) -> bool:
+            return read_slot(self._disk, place, key, entry.generation, entry.digest, buffer)
 
-        def copy(buffer: memoryview, seconds: float | None) -> None:
-            if seconds is not None:
-                into[:] = place.payload(buffer)
-
-        self._loading += 1
-        try:
-            seconds = await self._io.run(place.size, read, after=copy, ended=lambda: table.done(entry))
-            outcome = "corrupt" if seconds is None else "ok"
-        except DiskUnavailable as error:
-            seconds, outcome = None, self._failed("load", error)
-        finally:
-            self._loading -= 1
-        if outcome == "corrupt" and table.index.get(key) is entry:
-            table.drop(key)
-            self.on_gone([key], "corrupt")
-        if alone and seconds is not None:
-            self.speed.alone(place.shape.block_bytes, seconds)
-        self._count("load", outcome, 1)
-        return outcome
+        return await self._read_slot(place.size, entry, into, read)
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
         here = {key: self._table.index[key] for key in keys if key in self._table.index}
@@ -234,7 +189,7 @@ class NvmeTier(TableTier):
             await self._save_superblock()
             while (superblock := self._superblock) and (slots := self._table.take_unerased(ERASE_CHUNK)):
                 await self._overwrite(self._table, [Place(superblock.shape, superblock.era, slot) for slot in slots])
-        except DiskUnavailable as error:
+        except MediumUnavailable as error:
             self._count("flush", self._failed("flush", error), 1)
             raise OSError(f"the disk tier: {error}") from error
 
@@ -256,14 +211,6 @@ class NvmeTier(TableTier):
         size, blocks = self._disk.size, len(table.index)
         state = self._state()
         return TierStats(self.name, size, used, blocks, table.reading, speed.bytes_s, speed.latency_s, state)
-
-    def check_integrity(self) -> list[str]:
-        found = [f"nvme: {finding}" for finding in self._table.check()]
-        if self._io.late:
-            found.append(f"nvme: {self._io.late} operations have not returned")
-        if self._table.busy:
-            found.append(f"nvme: {self._table.busy} slots are being read or written")
-        return found
 
     async def close(self) -> None:
         if self._table.unerased:
@@ -293,7 +240,7 @@ class NvmeTier(TableTier):
         self._saved = read_superblock(buffer)
 
     async def _save_superblock(self) -> None:
-        """Have the disk say what this tier is now. Raises DiskUnavailable."""
+        """Have the disk say what this tier is now. Raises MediumUnavailable."""
         async with self._saving:
             if (superblock := self._superblock) is None or superblock == self._saved:
                 return
@@ -313,11 +260,6 @@ class NvmeTier(TableTier):
 
             self._saves += 1
             await self._io.run(ALIGN, write, after=in_time, ended=ended)
-
-    def _failed(self, operation: str, error: DiskUnavailable) -> str:
-        if error.outcome != "open":
-            _log.warning("disk tier", operation=operation, outcome=error.outcome, error=str(error))
-        return error.outcome
 
 
 def _entry(slot: int, header: Header | None) -> SlotEntry | None:

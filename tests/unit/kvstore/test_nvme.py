@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
+from services.kvstore.aligned import ALIGN, aligned_buffer
+from services.kvstore.breaker import Breaker
 from services.kvstore.eviction import Watermarks
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN, SlabFile, aligned_buffer
+from services.kvstore.nvme.disk import SlabFile
 from services.kvstore.nvme.slab import slot_bytes, slot_offset
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.tier import BlockShape, Facts

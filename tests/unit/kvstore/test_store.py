@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry
 
 from baton.kv.arena import Arena
 from baton.rpc.tasks import Background
+from services.kvstore.aligned import ALIGN
+from services.kvstore.breaker import Breaker
 from services.kvstore.events import Change
 from services.kvstore.eviction import Watermarks
 from services.kvstore.host import HostTier
 from services.kvstore.metrics import KvStoreMetrics
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.promotion import Hold
 from services.kvstore.store import Store, Verified
