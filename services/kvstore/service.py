@@ -228,9 +228,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def Pair(self, request: worker_pb2.PairRequest, context: object) -> worker_pb2.PairReply:
         """Make the caller readable here, and ourselves ready for the caller's half."""
-        shape = self._store.shape
-        if request.fingerprint and shape is not None and shape.fingerprint != request.fingerprint:
-            mismatch = BatonError(Reason.KV_LAYOUT_MISMATCH, f"blocks here are {shape.fingerprint}")
+        ours = self._store.fingerprint
+        self._store.asked(request.fingerprint)
+        if request.fingerprint and ours and ours != request.fingerprint:
+            mismatch = BatonError(Reason.KV_LAYOUT_MISMATCH, f"blocks here are {ours}")
             return worker_pb2.PairReply(failure=failure(mismatch))
         with self._transports.lease():
             try:

@@ -22,6 +22,7 @@ from services.kvstore.nvme.scan import Scanned, read_headers
 from services.kvstore.nvme.slab import (
     MAX_TENANT_BYTES,
     Header,
+    NoSuperblockError,
     Superblock,
     read_superblock,
     slot_bytes,
@@ -71,14 +72,27 @@ class NvmeTier(TableTier):
         return self._superblock.shape if self._superblock else None
 
     async def open(self) -> None:
-        """Read what the slab says of itself. A slab that cannot be read is as an empty one."""
+        """Read what the slab says of itself. What can never be served again, all of it or what lies behind the end of a
+        slab that became smaller, is counted and said, and the slab is as an empty one."""
         try:
-            await self._io.run(ALIGN, self._read_superblock)
-        except MediumUnavailable as error:
-            _log.warning("the slab cannot be read: starting empty", error=str(error))
-        if self._saved and self._slots(self._saved.shape):
-            self._superblock = self._saved
-            self._table = self._new_table(self._slots(self._saved.shape), slot_bytes(self._saved.shape))
+            self._saved = read_superblock(await self._io.run(ALIGN, self._read_first))
+        except (MediumUnavailable, NoSuperblockError) as error:
+            self._found(error.outcome, str(error), 1)
+            return
+        shape, (slots, before) = self._saved.shape, self._slots(self._saved.shape)
+        if not slots:
+            self._found("too_small", f"a block has {shape.block_bytes} bytes, the slab now {self._disk.size}", 1)
+            return
+        self._superblock = self._saved
+        self._table = self._new_table(slots, slot_bytes(shape))
+        if before > slots:
+            self._found("cut_off", f"the slab had {self._disk.was} bytes and has {self._disk.size}", before - slots)
+
+    def _found(self, outcome: str, why: str, number: int) -> None:
+        """What `open` found that is not served: the slab, or so many slots of it."""
+        self._count("open", outcome, number)
+        if outcome != "empty":
+            _log.warning("what the slab held is not served", outcome=outcome, why=why, number=number)
 
     async def scan(self) -> Scanned:
         """Find what an earlier process left, header by header. Ends early when the shape changes meanwhile."""
@@ -106,6 +120,9 @@ class NvmeTier(TableTier):
             return
         slots = slots_for(shape, slot_bytes(shape), max(0, self._disk.size - ALIGN), "disk tier")
         gone = self.keys()
+        if self._table.unscanned or gone:
+            left = {"blocks": len(gone), "unscanned": self._table.unscanned}
+            _log.warning("blocks of another layout give way", layout=str(shape), before=str(self.shape), **left)
         self._superblock = Superblock(self._new_era(), shape)
         self._table = self._new_table(slots, slot_bytes(shape))
         for slot in range(slots):  # of another shape, so nothing in it counts
@@ -225,8 +242,10 @@ class NvmeTier(TableTier):
         table, buffered = self._table, "" if self._disk.direct else " (buffered: no O_DIRECT here)"
         return f"scanning, {1 - table.unscanned / table.total:.0%} done" if table.unscanned else f"ok{buffered}"
 
-    def _slots(self, shape: BlockShape) -> int:
-        return max(0, self._disk.size - ALIGN) // slot_bytes(shape)
+    def _slots(self, shape: BlockShape) -> tuple[int, int]:
+        """How many there are, and how many there were in the slab as it was found."""
+        now, before = (max(0, size - ALIGN) // slot_bytes(shape) for size in (self._disk.size, self._disk.was))
+        return now, before
 
     def _new_table(self, slots: int, size: int) -> SlotTable:
         return SlotTable(slots, size, self._watermarks, self._quotas, time.time_ns())
@@ -235,9 +254,9 @@ class NvmeTier(TableTier):
         """Larger than every one that this slab may have seen."""
         return max(time.time_ns(), self._superblock.era + 1 if self._superblock else 0)
 
-    def _read_superblock(self, buffer: memoryview) -> None:
+    def _read_first(self, buffer: memoryview) -> bytes:
         self._disk.read(0, buffer)
-        self._saved = read_superblock(buffer)
+        return bytes(buffer)
 
     async def _save_superblock(self) -> None:
         """Have the disk say what this tier is now. Raises MediumUnavailable."""

@@ -54,7 +54,7 @@ class Bench:
         self.metrics = KvStoreMetrics(CollectorRegistry())
         self.nvme = NvmeTier(self.disk, marks, {}, 0.5, Breaker(3, 0.05), self.metrics.tier("nvme"))
         self.background = Background("test")
-        self.store = Store(self.host, [self.nvme], (), self.background, self.metrics, ttl_s)
+        self.store = Store(self.host, [self.nvme], (), self.background, self.metrics, ttl_s, layout_rest_s=0.0)
 
     async def start(self) -> Bench:
         await self.nvme.open()
@@ -556,6 +556,21 @@ async def test_what_another_life_left_is_served_and_gives_way_to_another_layout(
     await third.until(lambda: third.nvme.keys() == [b"k" * 16])
     assert third.store.evicted["layout"] == 6
     await third.end()
+
+
+async def test_a_layout_that_nobody_uses_any_more_gives_way_in_every_tier(bench: Bench, tmp_path: Path) -> None:
+    await bench.push_below(keys(6))
+    bench.offer(keys(2, first=20))
+    bench.store.give_way([])
+    bench.store.give_way(["other", SHAPE.fingerprint])
+    assert len(bench.store.host.keys()) == 2, "it is in use, or nobody else is there"
+    bench.store.give_way(["other"])
+    assert bench.store.evicted["layout"] == 8
+    assert bench.store.fingerprint == ""
+    bench.store.fix(BlockShape("other", 2 * BLOCK, 32))
+    assert await bench.store.forgotten(HANG_S)
+    await bench.end()
+    assert (await Bench(tmp_path).start()).nvme.keys() == []
 
 
 async def test_eviction_between_the_look_up_and_the_load_is_a_miss(bench: Bench) -> None:
