@@ -323,9 +323,8 @@ class Scheduler:
 
     def pause_batch(self, seconds: float) -> None:
         """See `Engine.pause_batch`."""
-        if seconds > 0:
-            self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
-            self.hurry()
+        self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
+        self.hurry()
 
     # ---- steps
 
