@@ -32,13 +32,19 @@ class _Watcher:
 
 
 class Events:
-    """`snapshot()` must return every key that is in the store at that moment, a change for each tier."""
+    """`snapshot()` must return every key that is in the store at that moment, a change for each tier. `overflowed()` is
+    called when a watcher has fallen so far behind that it gets a new one."""
 
-    def __init__(self, snapshot: Callable[[], Sequence[Change]], queue: int = 1024) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], Sequence[Change]],
+        queue: int = 1024,
+        overflowed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._snapshot = snapshot
         self._queue = queue
         self._watchers: list[_Watcher] = []
-        self.overflows = 0
+        self._overflowed = overflowed
 
     @property
     def watchers(self) -> int:
@@ -53,7 +59,7 @@ class Events:
             if len(watcher.waiting) >= self._queue:
                 watcher.waiting.clear()
                 watcher.behind = True
-                self.overflows += 1
+                self._overflowed()
             else:
                 watcher.waiting.append(change)
             watcher.wake.set()

@@ -72,7 +72,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._refused: Counter[str] = Counter()
         self._closing = asyncio.Event()
         for tier in store.tiers:
-            metrics.watch(tier.name, tier.stats)
+            metrics.watch(tier)
         metrics.quarantined.set_function(lambda: self._host.quarantined)
 
     async def Lookup(self, request: kvstore_pb2.LookupRequest, context: LookupContext) -> None:  # type: ignore[override]
@@ -267,6 +267,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                 await self._no_lookups.wait()
                 await self._offers.idle()
                 await self._store.forgotten(within_s)
+        for tier in self._store.below:
+            self._metrics.unforgotten.labels(tier.name).inc(tier.dirty)
 
     def close(self) -> None:
         """End every held look-up."""

@@ -79,7 +79,7 @@ class Store:
         self.host = host
         self.below = tuple(below)
         self.missing = tuple(missing)
-        self.events = Events(self._snapshot)
+        self.events = Events(self._snapshot, overflowed=metrics.overflows.inc)
         self.evicted: Counter[str] = Counter()
         self.promotions = Promotions(host, below, background, self._stored_one, metrics.promoted)
         self.writeback = Writeback(host, below, self._stored_one, metrics.not_written)

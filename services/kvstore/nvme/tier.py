@@ -230,7 +230,7 @@ class NvmeTier(TableTier):
         return TierStats(self.name, size, used, blocks, table.reading, speed.bytes_s, speed.latency_s, state)
 
     async def close(self) -> None:
-        if self._table.unerased:
+        if self.dirty:
             _log.error("cleared blocks may come back with a restart", tier=self.name)
         self._io.close()
         if not self._io.late:
