@@ -76,6 +76,7 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     background.spawn(_keep_house(store, workers), "expire, give way and tell speeds")
     for nvme in below.scans:
         background.spawn(_scan(nvme), "scan")
+    background.spawn(service.beat(), "heartbeats")
     background.spawn(_watch_quarantine(host, process), "watch quarantine")
     await server.set_serving(True)
     process.ready(address, figures.url)

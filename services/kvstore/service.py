@@ -20,6 +20,7 @@ from baton.rpc.tasks import Background
 from baton.transfer.port import Peer
 from baton.transfer.transports import Transports
 from baton.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2
+from services.kvstore.events import Change
 from services.kvstore.metrics import KvStoreMetrics
 from services.kvstore.offers import Offers
 from services.kvstore.promotion import Hold
@@ -34,6 +35,8 @@ WARM_S = 2.0
 """How long after `Pair` we go on making progress: the caller's own half of the wire-up needs it."""
 LIST_PAGE = 256
 VERIFY_EVERY_S = 0.1
+ALIVE_S = 0.5
+"""A `Watch` stream says something at least this often."""
 FORGOTTEN_S = 30.0
 """`Clear` waits so long for the disk; callers wait longer."""
 
@@ -162,10 +165,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         """A snapshot, then changes."""
         async with aclosing(self._store.events.watch()) as changes:
             async for number, change in changes:
-                update = kvstore_pb2.StoreUpdate(epoch=self._peer.epoch)
+                update = kvstore_pb2.StoreUpdate(epoch=self._peer.epoch, alive_s=ALIVE_S)
                 if change.speeds or change.cleared:
                     update.tiers.extend(_tier_to_pb(stats) for stats in self._store.stats())
-                if not change.speeds:
+                if not (change.speeds or change.alive):
                     cache = kv_pb2.CacheEvent(
                         seq=number,
                         stored=change.stored,
@@ -175,6 +178,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                     )
                     update.cache.CopyFrom(cache)
                 await context.write(update)
+
+    async def beat(self) -> None:
+        """Tell every watcher that this loop is alive, for ever."""
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            self._store.events.publish(Change(alive=True))
 
     async def Stats(self, request: kvstore_pb2.StatsRequest, context: object) -> kvstore_pb2.StatsReply:
         """What is held and what became of what was asked and offered."""

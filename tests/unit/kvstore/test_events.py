@@ -63,7 +63,9 @@ async def test_a_snapshot_has_every_tier_and_news_of_speeds_take_no_number() -> 
     async with aclosing(events.watch()) as changes:
         assert await anext(changes) == (1, snapshot[0])
         events.publish(Change(speeds=True))
+        events.publish(Change(alive=True))
         events.publish(Change("nvme", removed=(b"b",)))
         assert await anext(changes) == (2, snapshot[1])
         assert await anext(changes) == (2, Change(speeds=True))
+        assert await anext(changes) == (2, Change(alive=True))
         assert await anext(changes) == (3, Change("nvme", removed=(b"b",)))
