@@ -219,7 +219,8 @@ async def test_killed_restarted_flipped_truncated(tmp_path: Path, etcd_address: 
         snapshot: dict[str, set[bytes]] = {}
         while len(snapshot) < 2:
             update = await call.read()
-            snapshot[update.cache.tier] = set(update.cache.stored)
+            if update.HasField("cache"):
+                snapshot[update.cache.tier] = set(update.cache.stored)
         call.cancel()
         assert snapshot["host"] == set()
         assert set(clean) <= snapshot["nvme"]
