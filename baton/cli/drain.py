@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Callable
 
+import grpc
 import psutil
 
 from baton.cli.errors import CliError
@@ -18,11 +21,11 @@ LEAVE_S = 30.0
 """What leaving may take, a worker's deadline aside."""
 
 
-def drain(home: Home, name: str, deadline_s: float) -> int:
+def drain(home: Home, name: str, deadline_s: float, told: Callable[[int], None] = lambda streams: None) -> int:
     """Drain the process of that id or name and wait until it has exited; returns the requests that were left.
 
     `deadline_s` is for workers: then requests are moved. Router, kvstore and frontend go by their own --drain-s.
-    Raises CliError.
+    `told` hears how many requests a worker still has, whenever that has changed. Raises CliError.
     """
     running = [(r, process) for r in records(home) if r.role != "etcd" and (process := process_of(r))]
     found = next(((r, process) for r, process in running if name in (r.id, r.name)), None)
@@ -32,12 +35,7 @@ def drain(home: Home, name: str, deadline_s: float) -> int:
     chosen, process = found
     left = 0
     if chosen.role in WORKERS:
-        request = worker_pb2.DrainRequest(deadline_s=max(deadline_s, AT_ONCE_S))
-        reply = ask(
-            chosen.address,
-            lambda channel: worker_pb2_grpc.WorkerServiceStub(channel).Drain(request, timeout=deadline_s + LEAVE_S),
-        )
-        left = int(reply.remaining)
+        left = ask(chosen.address, lambda channel: _drained(channel, deadline_s, told))
     else:
         process.send_signal(signal.SIGTERM)
     try:
@@ -45,3 +43,21 @@ def drain(home: Home, name: str, deadline_s: float) -> int:
     except psutil.TimeoutExpired:
         raise CliError(f"{name} has not left", f"see `baton logs {chosen.name}`") from None
     return left
+
+
+def _drained(channel: grpc.Channel, deadline_s: float, told: Callable[[int], None]) -> int:
+    """Drain the worker there; the requests that were left. Raises grpc.RpcError."""
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    request = worker_pb2.DrainRequest(deadline_s=max(deadline_s, AT_ONCE_S))
+    within_s = deadline_s + LEAVE_S
+    draining = stub.Drain.future(request, timeout=within_s)
+    watch = stub.Watch(worker_pb2.WatchRequest(), timeout=within_s)
+    draining.add_done_callback(lambda _: watch.cancel())  # type: ignore[no-untyped-call]
+    before = 0
+    with contextlib.suppress(grpc.RpcError):  # ours, or the worker's end: what counts is what `Drain` answers
+        for update in watch:
+            streams = update.load.running + update.load.waiting
+            if update.HasField("load") and streams != before:
+                told(streams)
+                before = streams
+    return int(draining.result().remaining)

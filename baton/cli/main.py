@@ -372,7 +372,7 @@ def drain(
     from baton.cli.drain import drain as ask_process
 
     home = find_home()
-    remaining = ask_process(home, process, deadline)
+    remaining = ask_process(home, process, deadline, lambda streams: err.print(f"{process}: {streams} requests left"))
     if as_json:
         print_json({"process": process, "remaining": remaining})
     else:

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -72,7 +73,19 @@ def holder(port: int) -> str:
     return "another user's process"
 
 
-def need_free(port: int, what: str, option: str) -> None:
-    """Raise CliError, naming the port and its holder, when the port is taken. 0 is always free."""
-    if port and not is_free(port):
-        raise CliError(f"port {port} for {what} is in use by {holder(port)}", f"stop it, or choose {option}")
+@dataclass(frozen=True)
+class Wanted:
+    """A port that somebody asked for, what for, and the option that chooses another. 0 is always free."""
+
+    port: int
+    what: str
+    option: str
+
+
+def need_free(*wanted: Wanted) -> None:
+    """Raise CliError, naming each port that is taken and its holder, when there is one."""
+    taken = [one for one in wanted if one.port and not is_free(one.port)]
+    if taken:
+        told = "; ".join(f"port {one.port} for {one.what} is in use by {holder(one.port)}" for one in taken)
+        options = " and ".join(one.option for one in taken)
+        raise CliError(told, f"stop what has it, or choose another with {options}")

@@ -22,7 +22,7 @@ from baton.cli.down import GRACE_S, stop
 from baton.cli.errors import CliError
 from baton.cli.fetch import find_etcd, find_model
 from baton.cli.home import Home
-from baton.cli.ports import HOST, free_port, need_free
+from baton.cli.ports import HOST, Wanted, free_port, need_free
 from baton.cli.process import Record, children_of, end, marked, process_of, ready_line, records, spawn, tail
 from baton.cli.stack import Options, Spec, etcd_spec, service_specs, shared_cores
 from baton.cli.vllm_env import vllm_python
@@ -66,10 +66,11 @@ def up(home: Home, options: Options, progress: Progress) -> Running:
     with home.locked():
         alive = {record.name: record for record in records(home) if process_of(record)}
         _same_options(home, options, bool(alive))
-        if "frontend" not in alive:
-            need_free(options.http_port, "HTTP", "another one with --http-port")
-        if "etcd" not in alive:
-            need_free(options.etcd_port, "etcd", "another one with --etcd-port")
+        wanted = {
+            "frontend": Wanted(options.http_port, "HTTP", "--http-port"),
+            "etcd": Wanted(options.etcd_port, "etcd", "--etcd-port"),
+        }
+        need_free(*(port for name, port in wanted.items() if name not in alive))
         model = find_model(home, options.model, lambda text: progress.step("model", text))
         python = sys.executable
         if options.engine == "vllm":

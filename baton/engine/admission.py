@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from baton.engine.chunk import SHORT_SHARE
 from baton.engine.port import GrammarKind, Request
 from baton.errors import BatonError, Reason
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 128
-SHORT_SHARE = 4
-"""Of a step's prompt tokens, one in so many is for prompts that need no more than that, when there are any."""
 _RANGES = {
     "temperature": (0.0, math.inf),
     "top_p": (0.0, 1.0),

@@ -370,7 +370,7 @@ class Engine(abc.ABC):
         raise BatonError(Reason.INVALID_REQUEST, "this engine makes no embeddings")
 
     async def pause_batch(self, seconds: float) -> None:
-        """For so long from now compute nothing of the batch lane, and give up what of it is being computed.
+        """For so long (above 0) from now compute nothing of the batch lane, and give up what of it is being computed.
 
         Its requests keep their places. Can make an earlier pause longer, not shorter. Nothing in an engine that does
         not yield."""

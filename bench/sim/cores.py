@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.admission import SHORT_SHARE
+from baton.engine.chunk import SHORT_SHARE, ChunkBudget
 from bench.load import Answer
 from services.router.costs import Role
 
@@ -92,19 +92,16 @@ class Engine:
 
     def begin(self, now: float) -> None:
         """The next step, when there is something to do."""
-        budget, short = self.chunk, self.short
-        kept = min(short, self.queued_short)
+        budget = ChunkBudget(self.chunk, self.short, self.queued_short)
         self._chunks = []
         for job in self.line:
-            most = budget if job.left <= short else budget - kept
-            if most <= 0:
+            if (most := budget.most(job.left)) <= 0:
                 continue
             taken = min(most, job.left)
-            budget -= taken
-            kept -= min(kept, taken) if job.left <= short else 0
+            budget.take(job.left, taken)
             self._chunks.append((job, taken))
         self._stepping, self._began = list(self.streams), now
-        self.left_s = self.speed.decode(len(self._stepping)) + self.speed.prefill(self.chunk - budget)
+        self.left_s = self.speed.decode(len(self._stepping)) + self.speed.prefill(self.chunk - budget.left)
 
     def end(self, now: float) -> list[Job]:
         """The step is done at `now`. Returns the jobs whose prompt is, and that others stream."""

@@ -11,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
-import structlog
 import torch
 
 from baton.kv.handle import checksum
+from services.kvstore.breaker import Breaker
 from services.kvstore.eviction import Watermarks
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.io import DiskIo, DiskUnavailable
+from services.kvstore.medium_io import MediumIo, MediumUnavailable
 from services.kvstore.table import SlotTable
 from services.kvstore.table_tier import TableTier
-from services.kvstore.tier import BlockShape, Facts, TierStats, Verdict, slots_for, verdict
-
-_log = structlog.get_logger()
+from services.kvstore.tier import BlockShape, Facts, TierStats, slots_for
 
 
 class DeviceTier(TableTier):
@@ -41,14 +39,9 @@ class DeviceTier(TableTier):
         breaker: Breaker | None = None,
         count: Callable[[str, str, int], None] = lambda operation, outcome, number: None,
     ) -> None:
-        super().__init__()
+        super().__init__(MediumIo(breaker or Breaker(), 1, deadline_s), watermarks, quotas, count)
         self._arena = torch.empty(capacity, dtype=torch.uint8, device=torch_device)
-        self._io = DiskIo(breaker or Breaker(), 1, deadline_s)
-        self._watermarks = watermarks
-        self._quotas = dict(quotas or {})
-        self._count = count
         self._shape: BlockShape | None = None
-        self._table = self._new_table(0, 1)
 
     @property
     def shape(self) -> BlockShape | None:
@@ -76,39 +69,13 @@ class DeviceTier(TableTier):
         if room is None:
             self._count("store", "no_room", 1)
             return False
-        sealed = False
-
-        def copy(buffer: memoryview) -> None:
-            buffer[:] = payload
-
-        def seal(buffer: memoryview, digest: int) -> None:
-            nonlocal sealed
-            if not room.cleared:
-                sealed = True
-                table.seal(room, key, facts, digest)
-
-        def free() -> None:
-            if not sealed:
-                table.cancel(room)
-
-        def write(buffer: memoryview) -> int:
-            return self._copy_in(room.slot, shape, room.generation, key, buffer)
-
+        write = partial(self._copy_in, room.slot, shape, room.generation, key)
         try:
-            await self._io.run(shape.block_bytes, write, before=copy, after=seal, ended=free)
-            outcome = "ok" if sealed else "cleared"
-        except DiskUnavailable as error:
-            outcome = error.outcome
+            outcome = await self._write_slot(shape.block_bytes, room, key, payload, facts, write)
+        except MediumUnavailable as error:
+            outcome = self._failed("store", error)
         self._count("store", outcome, 1)
-        return sealed and self.holds(key)
-
-    async def load(self, key: bytes, into: memoryview) -> bool:
-        return await self._load(key, into) == "ok"
-
-    async def verify(self, key: bytes) -> Verdict:
-        if (shape := self._shape) is None:
-            return Verdict.SOUND
-        return verdict(await self._load(key, memoryview(bytearray(shape.block_bytes))))
+        return outcome == "ok" and self.holds(key)
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
         gone = [key for key in keys if self.holds(key)]
@@ -126,14 +93,6 @@ class DeviceTier(TableTier):
         state = self._io.breaker.state(time.monotonic())
         return TierStats(self.name, size, used, blocks, table.reading, speed.bytes_s, speed.latency_s, state)
 
-    def check_integrity(self) -> list[str]:
-        found = [f"device: {finding}" for finding in self._table.check()]
-        if self._io.late:
-            found.append(f"device: {self._io.late} operations have not returned")
-        if self._table.busy:
-            found.append(f"device: {self._table.busy} slots are being read or written")
-        return found
-
     async def close(self) -> None:
         self._io.close()
 
@@ -143,27 +102,10 @@ class DeviceTier(TableTier):
         if entry is None or shape is None:
             return "missing"
 
-        def read(buffer: memoryview) -> float | None:
-            began = time.monotonic()
-            good = self._copy_out(entry.slot, shape, entry.generation, key, buffer) == entry.digest
-            return time.monotonic() - began if good else None
+        def read(buffer: memoryview) -> bool:
+            return self._copy_out(entry.slot, shape, entry.generation, key, buffer) == entry.digest
 
-        def copy(buffer: memoryview, seconds: float | None) -> None:
-            if seconds is not None:
-                into[:] = buffer
-
-        try:
-            seconds = await self._io.run(shape.block_bytes, read, after=copy, ended=lambda: table.done(entry))
-            outcome = "corrupt" if seconds is None else "ok"
-        except DiskUnavailable as error:
-            seconds, outcome = None, error.outcome
-        if outcome == "corrupt" and table.index.get(key) is entry:
-            table.drop(key)
-            self.on_gone([key], "corrupt")
-        if seconds is not None:
-            self.speed.alone(shape.block_bytes, seconds)
-        self._count("load", outcome, 1)
-        return outcome
+        return await self._read_slot(shape.block_bytes, entry, into, read)
 
     def _copy_in(self, slot: int, shape: BlockShape, generation: int, key: bytes, payload: memoryview) -> int:
         with _errors():
@@ -193,5 +135,4 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _log.warning("device tier", error=str(error))
         raise OSError(f"the device: {error}") from error

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Change:
     """Keys that came to and went from a tier; `cleared` forgets everything before it, of all tiers. `speeds`: nothing
-    came or went, a tier's speed or state is another one."""
+    came or went, a tier's speed or state is another one. `alive`: nothing at all, but somebody is here to say so."""
 
     tier: str = "host"
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
     cleared: bool = False
     speeds: bool = False
+    alive: bool = False
 
 
 @dataclass
@@ -32,13 +33,19 @@ class _Watcher:
 
 
 class Events:
-    """`snapshot()` must return every key that is in the store at that moment, a change for each tier."""
+    """`snapshot()` must return every key that is in the store at that moment, a change for each tier. `overflowed()` is
+    called when a watcher has fallen so far behind that it gets a new one."""
 
-    def __init__(self, snapshot: Callable[[], Sequence[Change]], queue: int = 1024) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], Sequence[Change]],
+        queue: int = 1024,
+        overflowed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._snapshot = snapshot
         self._queue = queue
         self._watchers: list[_Watcher] = []
-        self.overflows = 0
+        self._overflowed = overflowed
 
     @property
     def watchers(self) -> int:
@@ -53,14 +60,14 @@ class Events:
             if len(watcher.waiting) >= self._queue:
                 watcher.waiting.clear()
                 watcher.behind = True
-                self.overflows += 1
+                self._overflowed()
             else:
                 watcher.waiting.append(change)
             watcher.wake.set()
 
     async def watch(self) -> AsyncGenerator[tuple[int, Change], None]:
-        """(number, change) for ever, the first one `cleared` with what is here. `speeds` has the number before it.
-        Close it when done."""
+        """(number, change) for ever, the first one `cleared` with what is here. `speeds` and `alive` have the number of
+        the one before. Close it when done."""
         watcher = _Watcher()
         self._watchers.append(watcher)
         number = 0
@@ -74,7 +81,7 @@ class Events:
                     await watcher.wake.wait()
                     continue
                 change = watcher.waiting.popleft()
-                number += not change.speeds
+                number += not (change.speeds or change.alive)
                 yield number, change
         finally:
             self._watchers.remove(watcher)

@@ -14,7 +14,7 @@ from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.observe.metrics import MetricsServer
 from baton.process import ANNOUNCE_S, Process, run_process
-from baton.registry import Registration, machine_id
+from baton.registry import Registration, View, machine_id
 from baton.rpc.server import RpcServer
 from baton.transfer.port import Peer, Transport
 from baton.transfer.transports import Transports, available
@@ -55,7 +55,7 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     below = await lower_tiers(settings, marks, metrics)
     for tier in below.tiers:
         process.closing(tier.close)
-    store = Store(host, below.tiers, below.missing, background, metrics, settings.ttl_s)
+    store = Store(host, below.tiers, below.missing, background, metrics, settings.ttl_s, settings.layout_rest_s)
     offers = Offers(store, transports, background, metrics)
     peer = Peer(process.id, process.epoch, arena.size, transports.metadata())
     service = KvStoreService(peer, machine_id(), store, transports, offers, background, metrics)
@@ -72,9 +72,11 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     registration = await registry.register("kvstores", process.id, message)
     background.spawn(_tell_shape(store, registration, message), "tell shape")
     background.spawn(store.writeback.run(), "write-behind")
-    background.spawn(_keep_house(store), "expire and tell speeds")
+    workers = registry.view("workers", registry_pb2.Worker)
+    background.spawn(_keep_house(store, workers), "expire, give way and tell speeds")
     for nvme in below.scans:
         background.spawn(_scan(nvme), "scan")
+    background.spawn(service.beat(), "heartbeats")
     background.spawn(_watch_quarantine(host, process), "watch quarantine")
     await server.set_serving(True)
     process.ready(address, figures.url)
@@ -94,16 +96,16 @@ async def _tell_shape(store: Store, registration: Registration, message: registr
     while True:
         await store.host.shape_changed.wait()
         store.host.shape_changed.clear()
-        fingerprint = store.shape.fingerprint if store.shape else ""
-        if message.fingerprint != fingerprint:
-            message.fingerprint = fingerprint
+        if message.fingerprint != store.fingerprint:
+            message.fingerprint = store.fingerprint
             await registration.update(message)
 
 
-async def _keep_house(store: Store) -> None:
+async def _keep_house(store: Store, workers: View[registry_pb2.Worker]) -> None:
     while True:
         await asyncio.sleep(CHECK_S)
         store.expire()
+        store.give_way(worker.fingerprint for worker in workers.items().values())
         store.tell_speeds()
 
 

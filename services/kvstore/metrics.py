@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.kvstore.tier import TierStats
+from services.kvstore.tier import Tier
 
 
 class KvStoreMetrics:
@@ -43,6 +43,21 @@ class KvStoreMetrics:
         self.usable = Gauge(
             "baton_kvstore_tier_usable", "1 while the tier is used, 0 while it is not", ["tier"], registry=registry
         )
+        self.overflows = Counter(
+            "baton_kvstore_watch_overflows_total", "Watchers that were too slow and start over", registry=registry
+        )
+        self.dirty = Gauge(
+            "baton_kvstore_tier_dirty",
+            "1 while a restart could bring back what was cleared",
+            ["tier"],
+            registry=registry,
+        )
+        self.unforgotten = Counter(
+            "baton_kvstore_unforgotten_total",
+            "Times that this process ended while a restart could bring back what was cleared",
+            ["tier"],
+            registry=registry,
+        )
         self.quarantined = Gauge(
             "baton_kvstore_quarantined_slots", "Slots that late reads may reach", registry=registry
         )
@@ -59,8 +74,11 @@ class KvStoreMetrics:
         """What a lower tier counts with: operation, outcome, number."""
         return lambda operation, outcome, number: self._tier.labels(tier, operation, outcome).inc(number)
 
-    def watch(self, name: str, stats: Callable[[], TierStats]) -> None:
+    def watch(self, tier: Tier) -> None:
         """Read a tier's gauges when scraped."""
+        name, stats = tier.name, tier.stats
+        self.dirty.labels(name).set_function(lambda: tier.dirty)
+        self.unforgotten.labels(name)
         self.used_bytes.labels(name).set_function(lambda: stats().used_bytes)
         self.capacity_bytes.labels(name).set_function(lambda: stats().capacity_bytes)
         self.blocks.labels(name).set_function(lambda: stats().blocks)

@@ -20,6 +20,7 @@ from baton.rpc.tasks import Background
 from baton.transfer.port import Peer
 from baton.transfer.transports import Transports
 from baton.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2
+from services.kvstore.events import Change
 from services.kvstore.metrics import KvStoreMetrics
 from services.kvstore.offers import Offers
 from services.kvstore.promotion import Hold
@@ -34,6 +35,8 @@ WARM_S = 2.0
 """How long after `Pair` we go on making progress: the caller's own half of the wire-up needs it."""
 LIST_PAGE = 256
 VERIFY_EVERY_S = 0.1
+ALIVE_S = 0.5
+"""A `Watch` stream says something at least this often."""
 FORGOTTEN_S = 30.0
 """`Clear` waits so long for the disk; callers wait longer."""
 
@@ -72,7 +75,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._refused: Counter[str] = Counter()
         self._closing = asyncio.Event()
         for tier in store.tiers:
-            metrics.watch(tier.name, tier.stats)
+            metrics.watch(tier)
         metrics.quarantined.set_function(lambda: self._host.quarantined)
 
     async def Lookup(self, request: kvstore_pb2.LookupRequest, context: LookupContext) -> None:  # type: ignore[override]
@@ -162,10 +165,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         """A snapshot, then changes."""
         async with aclosing(self._store.events.watch()) as changes:
             async for number, change in changes:
-                update = kvstore_pb2.StoreUpdate(epoch=self._peer.epoch)
+                update = kvstore_pb2.StoreUpdate(epoch=self._peer.epoch, alive_s=ALIVE_S)
                 if change.speeds or change.cleared:
                     update.tiers.extend(_tier_to_pb(stats) for stats in self._store.stats())
-                if not change.speeds:
+                if not (change.speeds or change.alive):
                     cache = kv_pb2.CacheEvent(
                         seq=number,
                         stored=change.stored,
@@ -175,6 +178,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                     )
                     update.cache.CopyFrom(cache)
                 await context.write(update)
+
+    async def beat(self) -> None:
+        """Tell every watcher that this loop is alive, for ever."""
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            self._store.events.publish(Change(alive=True))
 
     async def Stats(self, request: kvstore_pb2.StatsRequest, context: object) -> kvstore_pb2.StatsReply:
         """What is held and what became of what was asked and offered."""
@@ -228,9 +237,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def Pair(self, request: worker_pb2.PairRequest, context: object) -> worker_pb2.PairReply:
         """Make the caller readable here, and ourselves ready for the caller's half."""
-        shape = self._store.shape
-        if request.fingerprint and shape is not None and shape.fingerprint != request.fingerprint:
-            mismatch = BatonError(Reason.KV_LAYOUT_MISMATCH, f"blocks here are {shape.fingerprint}")
+        ours = self._store.fingerprint
+        self._store.asked(request.fingerprint)
+        if request.fingerprint and ours and ours != request.fingerprint:
+            mismatch = BatonError(Reason.KV_LAYOUT_MISMATCH, f"blocks here are {ours}")
             return worker_pb2.PairReply(failure=failure(mismatch))
         with self._transports.lease():
             try:
@@ -266,6 +276,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
                 await self._no_lookups.wait()
                 await self._offers.idle()
                 await self._store.forgotten(within_s)
+        for tier in self._store.below:
+            self._metrics.unforgotten.labels(tier.name).inc(tier.dirty)
 
     def close(self) -> None:
         """End every held look-up."""

@@ -22,6 +22,9 @@ class KvStoreSettings(ServiceSettings):
         default="", description="What a tenant may take of each tier: TENANT=GIB,...; * is every other tenant."
     )
     ttl_s: float = Field(default=0.0, ge=0, description="How long a block is kept; 0 = until room is needed.")
+    layout_rest_s: float = Field(
+        default=300.0, ge=0, description="How long nobody uses the layout of what is held until another may come."
+    )
     transports: str = Field(default="nixl,tcp", description="Transports to offer, in order of preference.")
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,6 +20,7 @@ from baton.rpc.tasks import Background
 from services.kvstore.events import Change, Events
 from services.kvstore.expiry import Expiry
 from services.kvstore.host import HostTier
+from services.kvstore.layout_use import LayoutUse
 from services.kvstore.metrics import KvStoreMetrics
 from services.kvstore.promotion import Hold, Promotions
 from services.kvstore.sightings import APART_S, Sightings
@@ -73,11 +74,12 @@ class Store:
         background: Background,
         metrics: KvStoreMetrics,
         ttl_s: float = 0.0,
+        layout_rest_s: float = 300.0,
     ) -> None:
         self.host = host
         self.below = tuple(below)
         self.missing = tuple(missing)
-        self.events = Events(self._snapshot)
+        self.events = Events(self._snapshot, overflowed=metrics.overflows.inc)
         self.evicted: Counter[str] = Counter()
         self.promotions = Promotions(host, below, background, self._stored_one, metrics.promoted)
         self.writeback = Writeback(host, below, self._stored_one, metrics.not_written)
@@ -85,6 +87,7 @@ class Store:
         self._forgetting: asyncio.Task[None] | None = None
         self._metrics = metrics
         self._ttl_s = ttl_s
+        self._use = LayoutUse(layout_rest_s)
         self._sightings = Sightings()
         self._expiry = Expiry()
         self._told: dict[str, TierStats] = {}
@@ -102,6 +105,11 @@ class Store:
         """What blocks look like in this store: what is readable decides, else what is below."""
         return self.host.shape or next((tier.shape for tier in self.below if tier.stats().blocks), None)
 
+    @property
+    def fingerprint(self) -> str:
+        """The layout of what is here; empty: any may come."""
+        return self.shape.fingerprint if self.shape else ""
+
     def stats(self) -> list[TierStats]:
         """Every tier that was asked for."""
         return [*(tier.stats() for tier in self.tiers), *self.missing]
@@ -111,7 +119,12 @@ class Store:
     def fix(self, shape: BlockShape) -> None:
         """Blocks of this shape come in. What only lies below from an earlier life gives way when it is written to.
         Raises BatonError: KV_LAYOUT_MISMATCH, NO_CAPACITY."""
+        self.asked(shape.fingerprint)
         self.host.fix(shape)
+
+    def asked(self, fingerprint: str) -> None:
+        """Somebody with this layout has called."""
+        self._use.asked(fingerprint, self.fingerprint)
 
     def facts(self, tenant: str, ttl_s: float) -> Facts:
         """What goes with a tenant's block that comes in now; `ttl_s` 0 is the store's own."""
@@ -134,12 +147,14 @@ class Store:
 
     def pin(self, hold: Hold, keys: Sequence[bytes], fingerprint: str) -> list[Entry]:
         """The longest prefix that can be read now, pinned in `hold`."""
+        self.asked(fingerprint)
         found = hold.pin(keys, fingerprint)
         self._wanted([entry.handle.key for entry in found])
         return found
 
     def bring(self, keys: Sequence[bytes], fingerprint: str, hold: Hold | None) -> int:
         """Bring up what follows from below, at most what half of the host holds; how many blocks are coming."""
+        self.asked(fingerprint)
         if keys and self.host.shape is None:
             for tier in self.below:
                 if tier.shape is not None and tier.shape.fingerprint == fingerprint and tier.holds(keys[0]):
@@ -149,9 +164,9 @@ class Store:
 
     # ---- gone
 
-    def clear(self, fingerprint: str = "", tenant: str = "") -> int:
+    def clear(self, fingerprint: str = "", tenant: str = "", reason: str = "cleared") -> int:
         """Forget every block, or those of one layout or tenant, also what is on its way; how many. Whatever becomes of
-        the caller, the store goes on until the disk has forgotten too: see `forgotten`."""
+        the caller, the store goes on until the disk has forgotten too: see `forgotten`. `reason` is for the counter."""
         shape = self.shape
         if fingerprint and (shape is None or shape.fingerprint != fingerprint):
             return 0
@@ -163,11 +178,20 @@ class Store:
                 self.events.publish(Change(tier.name, removed=tuple(keys)))
         if not tenant:
             self.events.publish(Change(cleared=True))
-        self._count_gone("cleared", len(gone))
+        self._count_gone(reason, len(gone))
         self.host.shape_changed.set()
         if self._forgetting is None or self._forgetting.done():
             self._forgetting = self._background.spawn(self._forget(), "forget what was cleared")
         return len(gone)
+
+    def give_way(self, registered: Iterable[str]) -> None:
+        """Start anew when nobody has use for the layout that is here and somebody has another one: `registered` are
+        the workers' layouts."""
+        ours = self.fingerprint
+        if (other := self._use.successor(ours, registered)) and (blocks := self.clear(reason="layout")):
+            _log.warning(
+                "nobody uses the layout of these blocks: starting anew", layout=ours, other=other, blocks=blocks
+            )
 
     async def forgotten(self, within_s: float) -> bool:
         """Whether nothing that was cleared could come back with a restart; waits for it at most so long."""

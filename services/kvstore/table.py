@@ -93,8 +93,9 @@ class SlotTable:
     @property
     def unerased(self) -> bool:
         """Whether a slot carries, or may yet carry, what was cleared with `erase`."""
-        leaving = (held.erase for held in (*self._writing.values(), *self._condemned))
-        return bool(self._erase or self._erasing or self._unwanted) or any(leaving)
+        if self._erase or self._erasing or self._unwanted:
+            return True
+        return any(room.erase for room in self._writing.values()) or any(entry.erase for entry in self._condemned)
 
     def scanned(self, slot: int, entry: SlotEntry | None, readable: bool = True) -> bool:
         """The next slot's content is known: a whole block, or nothing, or it is not `readable` and nobody knows.

@@ -21,7 +21,15 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.router.costs import DECODE, PREFILL, Parameters, WorkerState, short_queue_tokens
+from services.router.costs import (
+    BATCH_WAYS,
+    BESIDE_WAYS,
+    DECODE,
+    PREFILL,
+    Parameters,
+    WorkerState,
+    short_queue_tokens,
+)
 
 Floats = NDArray[np.float32]
 """Half as wide as the costs themselves: what it leaves out is below any tie, and a half is sooner gone through."""
@@ -105,7 +113,8 @@ class Columns:
         loading = np.maximum(self._token_s[rows] * rest, self._pass_s[rows])
         loading += token_s * np.maximum(0.0, uncached - rest)
         self._uncached[:, rows] = np.where(loading < computing, np.minimum(rest, uncached), uncached)
-        return np.minimum(loading, computing)
+        fewer: Floats = np.minimum(loading, computing)
+        return fewer
 
 
 def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[float, ...]:
@@ -121,7 +130,7 @@ def _numbers(state: WorkerState, parameters: Parameters, since: float) -> tuple[
         return stall, token_s, 0.0, free, 0.0, 0.0, state.beside_queue_s, state.step_s, 0.0
     longer = state.stream_s * (state.streams + state.beside_streams)
     most = state.step_s + longer
-    per_output = 2.0 * longer + 3.0 * state.beside_share * most + state.waking_s
+    per_output = BATCH_WAYS * longer + BESIDE_WAYS * state.beside_share * most + state.waking_s
     excess = state.streams + 1 - state.max_streams
     if excess > 0:
         per_output += excess * (state.step_s + state.stream_s * (state.max_streams - 1)) / state.max_streams

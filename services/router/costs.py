@@ -27,6 +27,12 @@ PREFILL, DECODE, MERGED = Role
 """Names of their own: on the way of every request, and looked up through the class they take five times as long."""
 
 
+BATCH_WAYS = 2.0
+"""A stream makes those that it joins slower by as much as they make it."""
+BESIDE_WAYS = 3.0
+"""Time shared with a neighbour's prompt is lost to the stream, to the prompt, and to whoever waits behind that one."""
+
+
 @dataclass(frozen=True)
 class Parameters:
     """The policy's constants; README.md says where each comes from."""
@@ -227,7 +233,7 @@ def interfering(worker: WorkerState, least: float = 0.0) -> float:
     own = worker.prefill_share
     if least > own:
         own = least
-    return (own if own < 1.0 else 1.0) + 3.0 * worker.beside_share
+    return (own if own < 1.0 else 1.0) + BESIDE_WAYS * worker.beside_share
 
 
 class Terms(NamedTuple):
@@ -269,7 +275,7 @@ def own_cost(worker: WorkerState, ask: Ask, parameters: Parameters, load: Load |
         load.seconds if load else 0.0,
         0.0,
         freeze_s * ((worker.streams + parameters.assumed_streams) * parameters.stall_weight + worker.beside_streams),
-        2.0 * longer,
+        BATCH_WAYS * longer,
         (ask.output_tokens * worker.step_s + longer) * interfering(worker, parameters.assumed_arrivals_s * freeze_s),
         ask.output_tokens * worker.waking_s,
     )
@@ -307,7 +313,7 @@ def pair_cost(
         load_s,
         parameters.handover_s + missing / transfer_rate(prefill.id, decode.id),
         uncached / prefill.prefill_tok_s * prefill.beside_streams,
-        2.0 * longer,
+        BATCH_WAYS * longer,
         (ask.output_tokens * decode.step_s + longer) * interfering(decode),
         ask.output_tokens * decode.waking_s,
     )
@@ -326,4 +332,4 @@ def decode_side(decode: WorkerState, ask: Ask) -> float:
     longer = ask.output_tokens * decode.stream_s * (decode.streams + decode.beside_streams)
     decoding = ask.output_tokens * decode.step_s + longer
     waking = ask.output_tokens * decode.waking_s
-    return queue_seconds(decode, ask) + 2.0 * longer + decoding * interfering(decode) + waking
+    return queue_seconds(decode, ask) + BATCH_WAYS * longer + decoding * interfering(decode) + waking

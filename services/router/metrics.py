@@ -41,3 +41,4 @@ class RouterMetrics:
             "baton_router_reservations_expired", "Reservations that no worker confirmed in time", registry=registry
         )
         self.workers = Gauge("baton_router_workers", "Workers by state", ["state"], registry=registry)
+        self.stores = Gauge("baton_router_stores", "KV stores by state", ["state"], registry=registry)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+SILENT_TIMES = 3.0
+"""A stream that says nothing for so many times as long as it promised is one of a stopped process."""
+
 
 @dataclass
 class _Record:

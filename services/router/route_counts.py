@@ -40,6 +40,6 @@ class RouteCounts(Collector):
         for labels, count in list(self._plans.items()):
             plans.add_metric(labels, count)
         yield plans
-        up_to = [floatToGoString(bound) for bound in (*BUCKETS, float("inf"))]
+        up_to = [floatToGoString(bound) for bound in (*BUCKETS, float("inf"))]  # type: ignore[no-untyped-call]
         buckets = list(zip(up_to, map(float, accumulate(self._taken)), strict=True))
         yield HistogramMetricFamily("baton_router_route_seconds", "Time to decide", buckets, self._seconds)

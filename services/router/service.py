@@ -23,7 +23,7 @@ from services.router.reservations import Held, Reservations
 from services.router.shortlist import Fleet
 from services.router.speculation import Speculation
 from services.router.stored import Load, StoredRun
-from services.router.stores import Stores
+from services.router.stores import KnownStore, Stores
 from services.router.workers import Workers
 
 EXPECT_S = 2.0
@@ -73,6 +73,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         metrics.reservations_expired.set_function(lambda: reservations.expired)
         for state in ("serving", "degraded", "draining", "quarantined"):
             metrics.workers.labels(state).set_function(partial(self._in_state, state))
+        for state in ("serving", "degraded", "quarantined"):
+            metrics.stores.labels(state).set_function(partial(self._stores_in_state, state))
 
     async def Route(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.RouteReply:
         """The cheapest plan, its load reserved; or the reason why there is none."""
@@ -93,7 +95,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return reply
 
     async def Explain(self, request: router_pb2.RouteRequest, context: object) -> router_pb2.ExplainReply:
-        """Every candidate's terms, cheapest first, those that may not be taken last. Reserves nothing."""
+        """Every candidate's terms, cheapest first, those that may not be taken last, and the stores that no load may
+        count on. Reserves nothing."""
         reply = router_pb2.ExplainReply()
         winner = None
         try:
@@ -107,6 +110,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             return router_pb2.ExplainReply(failure=failure(error))
         for item in sorted(found, key=lambda c: (bool(c.excluded), c.total)):
             reply.candidates.append(explain.candidate(item, winner, self._transport(item), self._why_not(item)))
+        reply.excluded_stores.extend(self._store_view(one) for one in self._stores.all() if self._stores.why_not(one))
         return reply
 
     async def Report(self, request: router_pb2.ReportRequest, context: object) -> router_pb2.ReportReply:
@@ -146,9 +150,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 reserved_streams=held.streams,
             )
         for one in sorted(self._stores.all(), key=lambda k: k.store.id):
-            reply.stores.add(
-                store=one.store, state=self._stores.state(one), indexed_blocks=self._index.held_by(one.store.id)
-            )
+            reply.stores.append(self._store_view(one))
         return reply
 
     async def CheckIntegrity(
@@ -166,6 +168,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self._loads.loaded(
                 route.store, route.store_tier, loader, route.store_bytes, route.store_seconds, self._clock()
             )
+
+    def _store_view(self, known: KnownStore) -> router_pb2.StoreView:
+        return router_pb2.StoreView(
+            store=known.store,
+            state=self._stores.state(known),
+            indexed_blocks=self._index.held_by(known.store.id),
+            why=self._stores.why_not(known),
+        )
+
+    def _stores_in_state(self, state: str) -> int:
+        return sum(self._stores.state(known) == state for known in self._stores.all())
 
     def _in_state(self, state: str) -> int:
         return sum(self._workers.state(known) == state for known in self._workers.all())

@@ -64,7 +64,7 @@ class _Group:
         # Mostly everyone has room: it is asked of all only when one of the few has not.
         for state in chosen:
             if state.longest < ask.prompt_tokens:
-                longest = np.array([state.longest for state in states], np.float64)
+                longest = np.array([state.longest for state in states], np.float32)
                 cost[longest < ask.prompt_tokens] = np.inf
                 return self._lowest(cost if np.isfinite(cost).any() else -longest)
         return chosen

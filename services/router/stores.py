@@ -2,8 +2,10 @@
 
 As for workers: one task for each, which holds its `Watch` stream and, when that breaks, puts it into quarantine and
 starts over when it is due. A store that is out is in no plan: its index entries go at once, and with a new epoch
-everything that the earlier process held. The stream may be silent for as long as nothing changes: that the host or the
-process is still there is what the connection's pings tell (baton/rpc/limits.py), within four seconds.
+everything that the earlier process held. A stream says something as often as it promised, whether anything changes or
+not: a process that is stopped, or whose loop is stuck while its connection still answers pings, is put out too, and is
+in again when it speaks. A store of an earlier release promises nothing: of it the connection's pings alone tell
+(baton/rpc/limits.py), within four seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import structlog
 
 from baton.registry.view import View
 from baton.rpc.channel import Channels
+from baton.rpc.patience import Patience
 from baton.rpc.tasks import Background
 from baton.v1 import kvstore_pb2, kvstore_pb2_grpc, registry_pb2, worker_pb2
 from services.router.index import PrefixIndex
 from services.router.loads import LoadRates
-from services.router.quarantine import Quarantine
+from services.router.quarantine import SILENT_TIMES, Quarantine
 
 GAP_PAUSE_S = 0.1
 """Between a gap in a store's events and the new subscription."""
@@ -94,6 +97,12 @@ class Stores:
         known = self._known.get(id)
         return known.store if known is not None and self.state(known) == "serving" else None
 
+    def why_not(self, known: KnownStore) -> str:
+        """Why no plan may count on it; empty while it serves."""
+        if why := self._quarantine.why(known.store.id):
+            return f"quarantined: {why}"
+        return "" if self.state(known) == "serving" else "degraded: what it holds is not known yet"
+
     def state(self, known: KnownStore) -> str:
         """serving, degraded or quarantined."""
         if self._quarantine.why(known.store.id):
@@ -141,14 +150,18 @@ class Stores:
         stub = kvstore_pb2_grpc.KvStoreServiceStub(channels.get(known.store.address))
         call = stub.Watch(worker_pb2.WatchRequest())
         try:
-            async for update in call:
-                if update.epoch != known.store.epoch:
-                    raise StreamLostError("is another process than the one registered")
-                self._quarantine.answered(known.store.id)
-                known.watched = True
-                if not self._take(known, update):
-                    _log.info("gap in a store's events: subscribing again", store=known.store.id)
-                    return
+            async with Patience(None) as patience:
+                async for update in call:
+                    if update.epoch != known.store.epoch:
+                        raise StreamLostError("is another process than the one registered")
+                    self._quarantine.answered(known.store.id)
+                    known.watched = True
+                    if not self._take(known, update):
+                        _log.info("gap in a store's events: subscribing again", store=known.store.id)
+                        return
+                    patience.heard(SILENT_TIMES * update.alive_s or None)
+        except TimeoutError:
+            raise StreamLostError("is silent") from None
         finally:
             known.watched = False
             call.cancel()

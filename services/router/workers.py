@@ -26,7 +26,7 @@ from baton.rpc.tasks import Background
 from baton.v1 import registry_pb2, worker_pb2, worker_pb2_grpc
 from services.router.costs import Parameters, Role, Told, WorkerState
 from services.router.index import PrefixIndex
-from services.router.quarantine import Quarantine
+from services.router.quarantine import SILENT_TIMES, Quarantine
 from services.router.rates import PrefillShare, Rates
 from services.router.reservations import Reservations
 from services.router.shortlist import Fleet
@@ -34,8 +34,6 @@ from services.router.speculation import Speculation
 
 PROBE_S = 2.0
 """How long a worker may take to answer `Describe`."""
-SILENT_TIMES = 3.0
-"""A stream that says nothing for so many times as long as it promised is one of a stopped process."""
 GAP_PAUSE_S = 0.1
 """Between a gap in a worker's events and the new subscription."""
 

@@ -291,6 +291,13 @@ class Stack:
             reply = stub.View(router_pb2.ViewRequest(), timeout=HANG_S)
         return {view.store.id: (view.state, view.indexed_blocks) for view in reply.stores}
 
+    def excluded_stores(self, router: str = "router") -> dict[str, str]:
+        """The stores that a router would load nothing from, and why, as it explains."""
+        with self._stub(router) as stub:
+            request = router_pb2.RouteRequest(uid="explained", model=SERVED, prompt_tokens=1)
+            reply = stub.Explain(request, timeout=HANG_S)
+        return {view.store.id: view.why for view in reply.excluded_stores}
+
     def listed(self, tier: str, store: str = "kvstore", tenant: str = "") -> set[bytes]:
         """The keys of the blocks (of a tenant, when named) that a store says it has in a tier."""
         with self._stub(store) as stub:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.v1 import kvstore_pb2, worker_pb2
+from baton.registry import Registration, Registry
+from baton.v1 import kvstore_pb2, registry_pb2, worker_pb2
 from tests.etcd import EtcdServer
 from tests.integration.test_kvstore import (
     BLOCK,
@@ -218,7 +219,8 @@ async def test_killed_restarted_flipped_truncated(tmp_path: Path, etcd_address: 
         snapshot: dict[str, set[bytes]] = {}
         while len(snapshot) < 2:
             update = await call.read()
-            snapshot[update.cache.tier] = set(update.cache.stored)
+            if update.HasField("cache"):
+                snapshot[update.cache.tier] = set(update.cache.stored)
         call.cancel()
         assert snapshot["host"] == set()
         assert set(clean) <= snapshot["nvme"]
@@ -268,6 +270,90 @@ async def test_killed_restarted_flipped_truncated(tmp_path: Path, etcd_address: 
         cleared = run_cli("kv", "clear", "--store", second.address)
         assert "blocks forgotten" in cleared.stdout
         await client.channel.close()
+
+
+async def registered(registry: Registry, fingerprint: str) -> Registration:
+    """A worker of this layout, as etcd has it."""
+    worker = registry_pb2.Worker(id=fingerprint, address="127.0.0.1:1", fingerprint=fingerprint)
+    entry = await registry.register("workers", fingerprint, worker)
+    assert await entry.registered(HANG_S)
+    return entry
+
+
+async def test_a_layout_without_users_gives_way_and_one_with_a_worker_stays(
+    tmp_path: Path, etcd_address: str, peer: KvPeer
+) -> None:
+    """The fleet moves to another layout while the store is down. What a registered worker can still use stays, even if
+    that worker is silent; after it has gone the store starts anew by itself."""
+    flags = {"nvme_dir": tmp_path / "nvme", "nvme_gib": NVME_GIB, "layout_rest_s": 1.0}
+    async with running(start_store(tmp_path, etcd_address, "before", **flags)) as client:
+        await fill_disk(client, peer, keys(8))
+    registry = Registry([etcd_address], "local")
+    other = "e" * 24
+    old = await registered(registry, FINGERPRINT)
+    await registered(registry, other)
+    after = start_store(tmp_path, etcd_address, "after", **flags)
+    try:
+        async with running(after) as client:
+
+            async def fingerprint() -> str:
+                stores = registry.view("kvstores", registry_pb2.KvStore).items()
+                return stores["after"].fingerprint if "after" in stores else "unknown"
+
+            async def blocks(wanted: int) -> bool:
+                return (await nvme(client)).blocks == wanted
+
+            await until(lambda: blocks(8), "the scan does not end")
+            await asyncio.sleep(3 * flags["layout_rest_s"])
+            assert await blocks(8), "a worker has this layout"
+            pair = worker_pb2.PairRequest(peer=peer.peer, fingerprint=other)
+            assert (await client.stub.Pair(pair, timeout=HANG_S)).HasField("failure")
+            await old.withdraw()
+            await until(lambda: blocks(0), "nobody has this layout any more")
+            assert "nobody uses the layout of these blocks" in after.log()
+
+            async def free() -> bool:
+                return await fingerprint() == ""
+
+            await until(free, "the registration still names the old layout")
+            assert not (await client.stub.Pair(pair, timeout=HANG_S)).HasField("failure")
+            assert (await client.stats()).evicted["layout"] == 8
+            assert (await client.offer(peer.peer, peer.seal(keys(4), other))).stored == 4
+            assert await read_all(client, peer, keys(4)) == 0, "of the old layout"
+            async with client.lookup(keys(4), other) as found:
+                assert await peer.read(found.peer, list(found.handles)) == ["ok"] * 4
+            await client.settle()
+    finally:
+        await registry.close()
+
+
+async def test_a_file_that_is_no_stores_is_left_alone(tmp_path: Path, etcd_address: str, peer: KvPeer) -> None:
+    slab = tmp_path / "nvme" / "slab"
+    slab.parent.mkdir()
+    slab.write_bytes(b"minutes of a meeting")
+    flags = {"nvme_dir": slab.parent, "nvme_gib": NVME_GIB}
+    async with running(start_store(tmp_path, etcd_address, "stranger", **flags)) as client:
+        assert "is no store's" in (await nvme(client)).state
+        assert (await client.offer(peer.peer, peer.seal(keys(2), FINGERPRINT))).stored == 2
+    assert slab.read_bytes() == b"minutes of a meeting"
+
+
+async def test_a_slab_made_smaller_serves_what_lies_within_it(tmp_path: Path, etcd_address: str, peer: KvPeer) -> None:
+    flags = {"nvme_dir": tmp_path / "nvme"}
+    async with running(start_store(tmp_path, etcd_address, "large", nvme_gib=NVME_GIB, **flags)) as client:
+        await fill_disk(client, peer, keys(8))
+    half = (HEADER + DISK_SLOTS // 2 * (HEADER + BLOCK)) / 2**30
+    small = start_store(tmp_path, etcd_address, "small", nvme_gib=half, **flags)
+    async with running(small) as client:
+        assert await counted(small, "open", "cut_off") == DISK_SLOTS // 2
+
+        async def scanned() -> bool:
+            return (await nvme(client)).state.startswith("ok")
+
+        await until(scanned, "the scan does not end")
+        left = await on_disk(client)
+        assert [await read_all(client, peer, [key]) for key in left] == [1] * len(left)
+        await client.settle()
 
 
 def freezable(tmp_path: Path, mounted: Callable[..., Path]) -> Path:

@@ -131,6 +131,28 @@ async def test_the_store_is_killed_while_it_is_loaded_from(stack: Stack) -> None
     until(lambda: stack.stores().get("kvstore", ("quarantined", 0))[0] == "quarantined", stack.stores)
 
 
+async def test_a_store_that_is_stopped_is_offered_to_nobody_until_it_speaks(stack: Stack) -> None:
+    """Its lease and its connections stand."""
+    prompts = [f"stopped {n} " + LONG for n in range(3)]
+    async with plain_client() as client:
+        cold = await fill(stack, client, *prompts)
+        stack.stop("kvstore")
+        asking = [asyncio.create_task(ask(client, stack.url(), prompt, TOKENS)) for prompt in prompts]
+        quarantined = lambda: stack.stores().get("kvstore", ("gone", 0)) == ("quarantined", 0)  # noqa: E731
+        await asyncio.to_thread(until, quarantined, stack.stores)
+        assert stack.excluded_stores() == {"kvstore": "quarantined: is silent"}
+        assert stack.metric("router", "baton_router_stores", state="quarantined") == 1
+        warm = await asyncio.gather(*asking)
+        again = [await ask(client, stack.url(), prompt, TOKENS) for prompt in prompts]
+        stack.cont("kvstore")
+        serving = lambda: stack.stores().get("kvstore", ("gone", 0))[0] == "serving"  # noqa: E731
+        await asyncio.to_thread(until, serving, stack.stores)
+        assert stack.excluded_stores() == {}
+    assert [(answer.text, answer.error) for answer in warm] == [(answer.text, {}) for answer in cold]
+    assert [(answer.text, answer.error) for answer in again] == [(answer.text, {}) for answer in cold]
+    assert not any(answer.story["store"] for answer in again)
+
+
 async def test_the_store_is_killed_at_any_moment(stack: Stack) -> None:
     """While prompts are offered and loaded; it comes back each time as another process."""
     prompts = [f"any {n} " + LONG for n in range(3)]

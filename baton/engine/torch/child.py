@@ -171,7 +171,7 @@ class EngineProcess:
                 answers = self._take(message)
                 self._taken += 1
                 self._publish()  # first: who has the answer finds the state that it speaks of
-                self._outbox.extend(answers)
+                self._outbox.extend((*answers, *self._dropped()))
                 self._wake.notify()
             self._flush()
 
@@ -194,8 +194,8 @@ class EngineProcess:
                 try:
                     scheduler.embed(message.job, message.ids, message.deadline, batch=message.batch)
                 except BatonError as error:
-                    return [m.Failed(message.job, error.reason.name, error.message), *self._dropped()]
-                return self._dropped()
+                    return [m.Failed(message.job, error.reason.name, error.message)]
+                return []
             case m.PauseBatch():
                 scheduler.pause_batch(message.seconds)
                 return []
@@ -258,13 +258,13 @@ class EngineProcess:
             if error.reason is Reason.NO_CAPACITY and not request.batch and scheduler.batch_in_step:
                 scheduler.hurry()
                 self._held_back.append(message)
-                return self._dropped()
-            refused = m.Refused(message.job, error.reason.name, error.message, error.param or "")
-            return [refused, *self._dropped()]
+                return []
+            return [m.Refused(message.job, error.reason.name, error.message, error.param or "")]
         blocks = -(-len(job.prompt) // BLOCK_SIZE)
-        return [m.Reserved(job.id, job.primary.slots[:blocks], job.hit_tokens), *self._dropped()]
+        return [m.Reserved(job.id, job.primary.slots[:blocks], job.hit_tokens)]
 
     def _dropped(self) -> list[object]:
+        """What the lane lost to a message, or to a step: told after each."""
         text = "others want the blocks"
         return [m.Failed(job.id, Reason.NO_CAPACITY.name, text) for job in self._scheduler.take_dropped()]
 

@@ -22,7 +22,8 @@ import time
 from bisect import insort
 from collections import Counter, abc
 
-from baton.engine.admission import SHORT_SHARE, Limits, validate, validate_input
+from baton.engine.admission import Limits, validate, validate_input
+from baton.engine.chunk import ChunkBudget
 from baton.engine.port import FinishReason, FirstToken, PrefillDone, Request, SamplingParams, TokenEvent
 from baton.engine.predict import StepCost
 from baton.engine.torch.batch import Logits
@@ -323,9 +324,8 @@ class Scheduler:
 
     def pause_batch(self, seconds: float) -> None:
         """See `Engine.pause_batch`."""
-        if seconds > 0:
-            self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
-            self.hurry()
+        self._batch_paused_until = max(self._batch_paused_until, time.monotonic() + seconds)
+        self.hurry()
 
     # ---- steps
 
@@ -364,7 +364,7 @@ class Scheduler:
         prompts = self._prompts(left, batch=True)
         return work + prompts + self._embeddings(left - sum(w.count for w in prompts), batch=True)
 
-    def _prompts(self, budget: int, *, batch: bool) -> list[Work]:
+    def _prompts(self, tokens: int, *, batch: bool) -> list[Work]:
         """Chunks of waiting prompts, oldest first; long ones leave room for short ones behind them."""
         work: list[Work] = []
         slots = self._room(batch=batch)
@@ -372,9 +372,9 @@ class Scheduler:
         line = [s for s in self._waiting if s.job.batch == batch and not s.job.waits_for_grammar]
         short = self.limits.short_tokens
         behind = sum(s.remaining for s in line if s.remaining <= short and self._ready(s, slots))
-        kept = min(budget // SHORT_SHARE, behind)
+        budget = ChunkBudget(tokens, short, behind)
         for sequence in line:
-            most = budget if sequence.remaining <= short else budget - kept
+            most = budget.most(sequence.remaining)
             if most <= 0 or (slots <= 0 and sequence.job.phase is Phase.GENERATE):
                 continue
             # One that waits for blocks is overtaken only by those that hold theirs, and will give them back.
@@ -382,14 +382,13 @@ class Scheduler:
             if len(sequence.slots) < self._blocks(len(sequence.tokens)):
                 continue
             count = min(most, sequence.remaining)
-            budget -= count
-            kept -= min(kept, count) if sequence.remaining <= short else 0
+            budget.take(sequence.remaining, count)
             slots -= sequence.job.phase is Phase.GENERATE
             work.append(Work(sequence, count, self._logits(sequence, count)))
         for place, item in enumerate(work):  # what the short ones could not take after all
-            more = min(budget, item.sequence.remaining - item.count)
+            more = min(budget.left, item.sequence.remaining - item.count)
             if more > 0:
-                budget -= more
+                budget.left -= more
                 count = item.count + more
                 work[place] = Work(item.sequence, count, self._logits(item.sequence, count))
         return work

@@ -20,7 +20,7 @@ class BatchMetrics:
         self.retries = counter("batch_retries", "Attempts at lines that were refused or broke, by reason.", "reason")
         self.gave_way = counter("batch_gave_way", "Lines stopped because others wanted the place; they go on later.")
         self.pauses = counter(
-            "batch_pauses", "Workers told to compute no lines for now: told, or a gRPC status.", "result"
+            "batch_pauses", "Workers told to compute no lines for now: told, busy (still told), or why not.", "result"
         )
         self.prompt_tokens = counter("batch_prompt_tokens", "Tokens of prompts of lines that were answered.")
         self.output_tokens = counter("batch_output_tokens", "Tokens of answers of lines.")

@@ -16,7 +16,8 @@ TOLD_S = 0.4
 
 
 class Pauses:
-    """Tells workers, one call at a time each. One that cannot be told is counted; the next pause comes soon."""
+    """Tells workers, one call at a time each. One that cannot be told, or is still being told, is counted; the next
+    pause comes soon."""
 
     def __init__(
         self,
@@ -34,9 +35,13 @@ class Pauses:
     def __call__(self, worker: str, seconds: float) -> None:
         """Tell it; never waits, never raises."""
         found = self._workers.items().get(worker)
-        if found is not None and worker not in self._telling:
-            self._telling.add(worker)
-            self._background.spawn(self._tell(worker, found.address, seconds), f"pause {worker}")
+        if found is None:
+            return
+        if worker in self._telling:
+            self._metrics.pauses.labels("busy").inc()
+            return
+        self._telling.add(worker)
+        self._background.spawn(self._tell(worker, found.address, seconds), f"pause {worker}")
 
     async def _tell(self, worker: str, address: str, seconds: float) -> None:
         try:

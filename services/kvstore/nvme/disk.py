@@ -11,28 +11,19 @@ import abc
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 from pathlib import Path
 
-ALIGN = 4096
-"""What O_DIRECT asks of address, offset and length, on every device that we know of."""
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to ALIGN."""
-    return -(-size // ALIGN) * ALIGN
-
-
-def aligned_buffer(size: int) -> memoryview:
-    """Zeroed page-aligned memory of `size` bytes, rounded up."""
-    return memoryview(mmap.mmap(-1, aligned(size)))
+from services.kvstore.aligned import ALIGN, aligned_buffer
+from services.kvstore.nvme.slab import is_slab
 
 
 class Disk(abc.ABC):
     """Offsets, lengths and buffers are aligned. Any thread; every call may take as long as the medium likes."""
 
     size: int
+    was: int
+    """Bytes that there were when it was opened; 0: it is new."""
     direct: bool
 
     @abc.abstractmethod
@@ -52,7 +43,7 @@ class SlabFile(Disk):
     """`slab` in a folder that no other store has, preallocated to `size` bytes.
 
     Raises OSError: ENOSPC without room for all of it (then nothing stays allocated), EBUSY when another store has the
-    folder, and whatever the file system says.
+    folder, EEXIST when the file is not a store's (then it is left as it is), and whatever the file system says.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -76,12 +67,14 @@ class SlabFile(Disk):
     def _open(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
-        before = os.fstat(self._fd).st_size
+        self.was = os.fstat(self._fd).st_size
+        if self.was and not is_slab(os.pread(self._fd, ALIGN, 0)):
+            raise OSError(errno.EEXIST, f"{path} is no store's: it is left as it is")
         try:
             os.posix_fallocate(self._fd, 0, self.size)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, before)
+                os.ftruncate(self._fd, self.was)
             raise
         os.ftruncate(self._fd, self.size)
         self.direct = self._try_direct(path, flags)

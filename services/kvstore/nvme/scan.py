@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict, dataclass
 
-from services.kvstore.nvme.disk import ALIGN, Disk
-from services.kvstore.nvme.io import DiskIo, DiskUnavailable
+from services.kvstore.aligned import ALIGN
+from services.kvstore.medium_io import MediumIo, MediumUnavailable
+from services.kvstore.nvme.disk import Disk
 from services.kvstore.nvme.slab import EMPTY, SEALED, Header, Superblock, read_header, slot_offset
 
 RETRIES = 5
@@ -32,7 +33,7 @@ class Scanned:
 
 
 async def read_headers(
-    io: DiskIo, disk: Disk, superblock: Superblock, first: int, many: int, found: Scanned
+    io: MediumIo, disk: Disk, superblock: Superblock, first: int, many: int, found: Scanned
 ) -> list[Header | None] | None:
     """The headers of `many` slots from `first`, None for those that hold no block of this era; counted in `found`.
 
@@ -52,7 +53,7 @@ async def read_headers(
         try:
             raw = await io.run(many * ALIGN, read)
             return [_judge(written, header, superblock, found) for written, header in raw]
-        except DiskUnavailable:
+        except MediumUnavailable:
             await asyncio.sleep(RETRY_S)
     found.unreadable += many
     return None

@@ -18,7 +18,7 @@ import xxhash
 
 from baton.kv.handle import checksum
 from baton.kv.keys import KEY_BYTES
-from services.kvstore.nvme.disk import ALIGN, aligned
+from services.kvstore.aligned import ALIGN, aligned
 from services.kvstore.tier import BlockShape, Facts
 
 VERSION = 1
@@ -72,12 +72,29 @@ def write_superblock(superblock: Superblock, into: memoryview) -> None:
     _seal(fixed + name, into)
 
 
-def read_superblock(data: memoryview) -> Superblock | None:
-    """None for anything that is not a whole superblock of this version."""
+def is_slab(start: bytes) -> bool:
+    """Whether a file may be a store's, by its first ALIGN bytes: any version, torn, or never written to."""
+    return start.startswith(_SUPER_MAGIC) or not any(start)
+
+
+class NoSuperblockError(Exception):
+    """Nothing behind this can be served. `outcome` is the word for counters: "empty", "version" or "torn"."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+def read_superblock(data: memoryview | bytes) -> Superblock:
+    """Raises NoSuperblockError for anything that is not a whole superblock of this version."""
     magic, version, era, block_bytes, tokens, length = _SUPER.unpack_from(data)
     end = _SUPER.size + length
-    if magic != _SUPER_MAGIC or version != VERSION or not block_bytes or not _sealed(data, end):
-        return None
+    if not any(data[:ALIGN]):
+        raise NoSuperblockError("empty", "nothing was written yet")
+    if magic == _SUPER_MAGIC and version != VERSION:
+        raise NoSuperblockError("version", f"it is of version {version}, this store's is {VERSION}")
+    if magic != _SUPER_MAGIC or not block_bytes or not _sealed(data, end):
+        raise NoSuperblockError("torn", "its superblock is not whole")
     return Superblock(era, BlockShape(bytes(data[_SUPER.size : end]).decode(errors="replace"), block_bytes, tokens))
 
 
@@ -120,6 +137,6 @@ def _seal(fields: bytes, into: memoryview) -> None:
     into[end + _SUM.size : ALIGN] = bytes(ALIGN - end - _SUM.size)
 
 
-def _sealed(data: memoryview, end: int) -> bool:
+def _sealed(data: memoryview | bytes, end: int) -> bool:
     (digest,) = _SUM.unpack_from(data, end)
     return bool(digest == xxhash.xxh3_64_intdigest(data[:end]))

@@ -6,7 +6,8 @@ import contextlib
 from dataclasses import dataclass, replace
 
 from baton.kv.keys import KEY_BYTES
-from services.kvstore.nvme.disk import ALIGN, Disk
+from services.kvstore.aligned import ALIGN
+from services.kvstore.nvme.disk import Disk
 from services.kvstore.nvme.slab import (
     EMPTY,
     FILLING,

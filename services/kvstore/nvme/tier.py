@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
+from services.kvstore.aligned import ALIGN
+from services.kvstore.breaker import Breaker
 from services.kvstore.eviction import Watermarks
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN, Disk
-from services.kvstore.nvme.io import DiskIo, DiskUnavailable
+from services.kvstore.medium_io import MediumIo, MediumUnavailable
+from services.kvstore.nvme.disk import Disk
 from services.kvstore.nvme.scan import Scanned, read_headers
 from services.kvstore.nvme.slab import (
     MAX_TENANT_BYTES,
     Header,
+    NoSuperblockError,
     Superblock,
     read_superblock,
     slot_bytes,
@@ -29,7 +31,7 @@ from services.kvstore.nvme.slab import (
 from services.kvstore.nvme.slot_io import Place, erase_slot, read_slot, write_slot
 from services.kvstore.table import SlotEntry, SlotTable
 from services.kvstore.table_tier import TableTier
-from services.kvstore.tier import BlockShape, Facts, TierStats, Verdict, slots_for, verdict
+from services.kvstore.tier import BlockShape, Facts, TierStats, slots_for
 
 THREADS = 4
 SCAN_CHUNK = 64
@@ -41,9 +43,10 @@ _log = structlog.get_logger()
 
 
 class NvmeTier(TableTier):
-    """`count(operation, outcome, number)` hears of every operation's end. Call `open` before anything else."""
+    """Call `open` before anything else."""
 
     name = "nvme"
+    head = ALIGN
 
     def __init__(
         self,
@@ -54,35 +57,42 @@ class NvmeTier(TableTier):
         breaker: Breaker | None = None,
         count: Callable[[str, str, int], None] = lambda operation, outcome, number: None,
     ) -> None:
-        super().__init__()
+        super().__init__(MediumIo(breaker or Breaker(), THREADS, deadline_s), watermarks, quotas, count)
         self._disk = disk
-        self._watermarks = watermarks
-        self._quotas = dict(quotas or {})
-        self._count = count
-        self._io = DiskIo(breaker or Breaker(), THREADS, deadline_s)
         self._superblock: Superblock | None = None
         self._saved: Superblock | None = None
         """What the disk says; None: nobody knows."""
         self._saving = asyncio.Lock()
         self._saves = 0
         """Writes of the superblock that have not returned; a late one may still land over a newer one."""
-        self._table = self._new_table(0, 1)
         self._writing: set[bytes] = set()
-        self._loading = 0
 
     @property
     def shape(self) -> BlockShape | None:
         return self._superblock.shape if self._superblock else None
 
     async def open(self) -> None:
-        """Read what the slab says of itself. A slab that cannot be read is as an empty one."""
+        """Read what the slab says of itself. What can never be served again, all of it or what lies behind the end of a
+        slab that became smaller, is counted and said, and the slab is as an empty one."""
         try:
-            await self._io.run(ALIGN, self._read_superblock)
-        except DiskUnavailable as error:
-            _log.warning("the slab cannot be read: starting empty", error=str(error))
-        if self._saved and self._slots(self._saved.shape):
-            self._superblock = self._saved
-            self._table = self._new_table(self._slots(self._saved.shape), slot_bytes(self._saved.shape))
+            self._saved = read_superblock(await self._io.run(ALIGN, self._read_first))
+        except (MediumUnavailable, NoSuperblockError) as error:
+            self._found(error.outcome, str(error), 1)
+            return
+        shape, (slots, before) = self._saved.shape, self._slots(self._saved.shape)
+        if not slots:
+            self._found("too_small", f"a block has {shape.block_bytes} bytes, the slab now {self._disk.size}", 1)
+            return
+        self._superblock = self._saved
+        self._table = self._new_table(slots, slot_bytes(shape))
+        if before > slots:
+            self._found("cut_off", f"the slab had {self._disk.was} bytes and has {self._disk.size}", before - slots)
+
+    def _found(self, outcome: str, why: str, number: int) -> None:
+        """What `open` found that is not served: the slab, or so many slots of it."""
+        self._count("open", outcome, number)
+        if outcome != "empty":
+            _log.warning("what the slab held is not served", outcome=outcome, why=why, number=number)
 
     async def scan(self) -> Scanned:
         """Find what an earlier process left, header by header. Ends early when the shape changes meanwhile."""
@@ -110,6 +120,9 @@ class NvmeTier(TableTier):
             return
         slots = slots_for(shape, slot_bytes(shape), max(0, self._disk.size - ALIGN), "disk tier")
         gone = self.keys()
+        if self._table.unscanned or gone:
+            left = {"blocks": len(gone), "unscanned": self._table.unscanned}
+            _log.warning("blocks of another layout give way", layout=str(shape), before=str(self.shape), **left)
         self._superblock = Superblock(self._new_era(), shape)
         self._table = self._new_table(slots, slot_bytes(shape))
         for slot in range(slots):  # of another shape, so nothing in it counts
@@ -127,7 +140,7 @@ class NvmeTier(TableTier):
         self._writing.add(key)
         try:
             outcome = await self._store(key, payload, facts)
-        except DiskUnavailable as error:
+        except MediumUnavailable as error:
             outcome = self._failed("store", error)
         finally:
             self._writing.discard(key)
@@ -143,42 +156,22 @@ class NvmeTier(TableTier):
         if room is None:
             return "no_room" if reason == "capacity" else reason
         place = Place(superblock.shape, superblock.era, room.slot)
-        sealed = False
-
-        def copy(buffer: memoryview) -> None:
-            place.payload(buffer)[:] = payload
-
-        def seal(buffer: memoryview, digest: int) -> None:
-            nonlocal sealed
-            if not room.cleared and superblock == self._superblock:  # else what it covers was cleared meanwhile
-                sealed = True
-                table.seal(room, key, facts, digest)
-
-        def free() -> None:
-            if not sealed:
-                table.cancel(room)
+        try:
+            await self._save_superblock()
+        except BaseException:
+            table.cancel(room)
+            raise
+        if superblock != self._superblock:
+            table.cancel(room)
+            return "cleared"
 
         def write(buffer: memoryview) -> int:
             return write_slot(self._disk, place, key, room.generation, facts, buffer)
 
-        try:
-            await self._save_superblock()
-        except BaseException:
-            free()
-            raise
-        if superblock != self._superblock:
-            free()
-            return "cleared"
-        await self._io.run(place.size, write, before=copy, after=seal, ended=free)
-        return "ok" if sealed else "cleared"
+        def valid() -> bool:
+            return superblock == self._superblock  # else what it covers was cleared meanwhile
 
-    async def load(self, key: bytes, into: memoryview) -> bool:
-        return await self._load(key, into) == "ok"
-
-    async def verify(self, key: bytes) -> Verdict:
-        if (shape := self.shape) is None:
-            return Verdict.SOUND
-        return verdict(await self._load(key, memoryview(bytearray(shape.block_bytes))))
+        return await self._write_slot(place.size, room, key, payload, facts, write, valid)
 
     async def _load(self, key: bytes, into: memoryview) -> str:
         superblock, table = self._superblock, self._table
@@ -186,32 +179,11 @@ class NvmeTier(TableTier):
         if entry is None or superblock is None:
             return "missing"
         place = Place(superblock.shape, superblock.era, entry.slot)
-        alone = not self._loading
 
-        def read(buffer: memoryview) -> float | None:
-            began = time.monotonic()
-            good = read_slot(self._disk, place, key, entry.generation, entry.digest, buffer)
-            return time.monotonic() - began if good else None
+        def read(buffer: memoryview) -> bool:
+            return read_slot(self._disk, place, key, entry.generation, entry.digest, buffer)
 
-        def copy(buffer: memoryview, seconds: float | None) -> None:
-            if seconds is not None:
-                into[:] = place.payload(buffer)
-
-        self._loading += 1
-        try:
-            seconds = await self._io.run(place.size, read, after=copy, ended=lambda: table.done(entry))
-            outcome = "corrupt" if seconds is None else "ok"
-        except DiskUnavailable as error:
-            seconds, outcome = None, self._failed("load", error)
-        finally:
-            self._loading -= 1
-        if outcome == "corrupt" and table.index.get(key) is entry:
-            table.drop(key)
-            self.on_gone([key], "corrupt")
-        if alone and seconds is not None:
-            self.speed.alone(place.shape.block_bytes, seconds)
-        self._count("load", outcome, 1)
-        return outcome
+        return await self._read_slot(place.size, entry, into, read)
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
         here = {key: self._table.index[key] for key in keys if key in self._table.index}
@@ -234,7 +206,7 @@ class NvmeTier(TableTier):
             await self._save_superblock()
             while (superblock := self._superblock) and (slots := self._table.take_unerased(ERASE_CHUNK)):
                 await self._overwrite(self._table, [Place(superblock.shape, superblock.era, slot) for slot in slots])
-        except DiskUnavailable as error:
+        except MediumUnavailable as error:
             self._count("flush", self._failed("flush", error), 1)
             raise OSError(f"the disk tier: {error}") from error
 
@@ -257,16 +229,8 @@ class NvmeTier(TableTier):
         state = self._state()
         return TierStats(self.name, size, used, blocks, table.reading, speed.bytes_s, speed.latency_s, state)
 
-    def check_integrity(self) -> list[str]:
-        found = [f"nvme: {finding}" for finding in self._table.check()]
-        if self._io.late:
-            found.append(f"nvme: {self._io.late} operations have not returned")
-        if self._table.busy:
-            found.append(f"nvme: {self._table.busy} slots are being read or written")
-        return found
-
     async def close(self) -> None:
-        if self._table.unerased:
+        if self.dirty:
             _log.error("cleared blocks may come back with a restart", tier=self.name)
         self._io.close()
         if not self._io.late:
@@ -278,8 +242,10 @@ class NvmeTier(TableTier):
         table, buffered = self._table, "" if self._disk.direct else " (buffered: no O_DIRECT here)"
         return f"scanning, {1 - table.unscanned / table.total:.0%} done" if table.unscanned else f"ok{buffered}"
 
-    def _slots(self, shape: BlockShape) -> int:
-        return max(0, self._disk.size - ALIGN) // slot_bytes(shape)
+    def _slots(self, shape: BlockShape) -> tuple[int, int]:
+        """How many there are, and how many there were in the slab as it was found."""
+        now, before = (max(0, size - ALIGN) // slot_bytes(shape) for size in (self._disk.size, self._disk.was))
+        return now, before
 
     def _new_table(self, slots: int, size: int) -> SlotTable:
         return SlotTable(slots, size, self._watermarks, self._quotas, time.time_ns())
@@ -288,12 +254,12 @@ class NvmeTier(TableTier):
         """Larger than every one that this slab may have seen."""
         return max(time.time_ns(), self._superblock.era + 1 if self._superblock else 0)
 
-    def _read_superblock(self, buffer: memoryview) -> None:
+    def _read_first(self, buffer: memoryview) -> bytes:
         self._disk.read(0, buffer)
-        self._saved = read_superblock(buffer)
+        return bytes(buffer)
 
     async def _save_superblock(self) -> None:
-        """Have the disk say what this tier is now. Raises DiskUnavailable."""
+        """Have the disk say what this tier is now. Raises MediumUnavailable."""
         async with self._saving:
             if (superblock := self._superblock) is None or superblock == self._saved:
                 return
@@ -313,11 +279,6 @@ class NvmeTier(TableTier):
 
             self._saves += 1
             await self._io.run(ALIGN, write, after=in_time, ended=ended)
-
-    def _failed(self, operation: str, error: DiskUnavailable) -> str:
-        if error.outcome != "open":
-            _log.warning("disk tier", operation=operation, outcome=error.outcome, error=str(error))
-        return error.outcome
 
 
 def _entry(slot: int, header: Header | None) -> SlotEntry | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, Literal
 
 import openai
@@ -11,7 +10,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
-from server import Server, check
+from server import Server, check, refusal
 
 ASKED = [SystemMessage("Be brief."), HumanMessage("What is a lighthouse?")]
 TOKENS = 16
@@ -120,15 +119,6 @@ def errors(server: Server, model: Any) -> None:
         assert code == "model_not_found"
     with check("a prompt over the context is refused"):
         assert refusal(openai.BadRequestError, lambda: model.invoke(server.too_long())) == "context_length_exceeded"
-
-
-def refusal(kind: type[openai.APIStatusError], ask: Callable[[], object]) -> str | None:
-    """The code with which it is refused."""
-    try:
-        ask()
-    except kind as error:
-        return error.code
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def main(server: Server) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 import openai
 from openai import OpenAI
 from pydantic import BaseModel
-from server import WAIT_S, Server, check
+from server import WAIT_S, Server, check, refusal
 
 ASKED: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a lighthouse?"}]
 TOKENS = 16
@@ -158,15 +157,6 @@ def errors(server: Server, client: OpenAI) -> None:
         with check(f"{what}: {kind.__name__}"):
             asked: Any = {"model": server.model, "messages": ASKED, "max_tokens": TOKENS, **wrong}
             assert refusal(kind, lambda asked=asked: client.chat.completions.create(**asked)) == code
-
-
-def refusal(kind: type[openai.APIStatusError], ask: Callable[[], object]) -> str | None:
-    """The code with which it is refused."""
-    try:
-        ask()
-    except kind as error:
-        return error.code
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def main(server: Server) -> None:

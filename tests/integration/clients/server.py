@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,6 +49,16 @@ class Server:
     def same(self, *answers: Any) -> bool:
         """Whether answers to one greedy request are all the same; of a server that is not exact nobody can ask that."""
         return not self.exact or all(answer == answers[0] for answer in answers)
+
+
+def refusal(kind: type[Any], ask: Callable[[], object]) -> str | None:
+    """The code with which `ask` is refused, which must be with this kind of `openai.APIStatusError`."""
+    try:
+        ask()
+    except kind as error:
+        code: str | None = error.code
+        return code
+    raise AssertionError(f"no {kind.__name__}")
 
 
 @contextmanager

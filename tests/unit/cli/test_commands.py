@@ -19,7 +19,7 @@ from baton.cli import kv, model, sglang
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.main import app
-from baton.cli.ports import free_port, is_free, need_free
+from baton.cli.ports import Wanted, free_port, is_free, need_free
 from baton.cli.stack import Options
 from baton.cli.terms import MODES, TERMS
 from services.router.costs import Terms
@@ -150,12 +150,26 @@ def test_port_in_use_names_port_and_holder() -> None:
         port = held.getsockname()[1]
         assert not is_free(port)
         with pytest.raises(CliError) as caught:
-            need_free(port, "HTTP", "another one with --http-port")
+            need_free(Wanted(port, "HTTP", "--http-port"))
         assert str(port) in caught.value.message
         assert "pid " in caught.value.message
         assert "--http-port" in caught.value.hint
     assert is_free(port)
-    need_free(0, "HTTP", "")
+    need_free(Wanted(0, "HTTP", ""))
+
+
+def test_every_port_in_use_is_named_at_once() -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for held in (one, other):
+            held.bind(("127.0.0.1", 0))
+            held.listen()
+        ports = [held.getsockname()[1] for held in (one, other)]
+        with pytest.raises(CliError) as caught:
+            need_free(
+                Wanted(ports[0], "HTTP", "--http-port"), Wanted(0, "x", "--x"), Wanted(ports[1], "etcd", "--etcd")
+            )
+        assert all(str(port) in caught.value.message for port in ports)
+        assert "--http-port and --etcd" in caught.value.hint
 
 
 def test_processes_that_ask_at_once_are_given_different_ports(tmp_path: Path) -> None:

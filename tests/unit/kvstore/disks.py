@@ -14,7 +14,7 @@ class BreakableDisk(Disk):
 
     def __init__(self, folder: Path, size: int) -> None:
         self._file = SlabFile(folder, size)
-        self.size, self.direct = self._file.size, self._file.direct
+        self.size, self.was, self.direct = self._file.size, self._file.was, self._file.direct
         self.path = folder / "slab"
         self.fail = False
         self.tear_after: int | None = None

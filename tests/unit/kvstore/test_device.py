@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from services.kvstore.breaker import Breaker
 from services.kvstore.device import DeviceTier
 from services.kvstore.eviction import Watermarks
-from services.kvstore.nvme.breaker import Breaker
 from services.kvstore.tier import BlockShape, Facts, Verdict
 
 BLOCK = 4096

@@ -44,7 +44,8 @@ async def test_a_waiting_watcher_is_woken_and_a_cancelled_one_leaves() -> None:
 
 async def test_a_watcher_that_falls_behind_starts_over_with_what_is_here() -> None:
     here: list[bytes] = []
-    events = Events(lambda: [Change(stored=tuple(here), cleared=True)], queue=3)
+    overflows: list[None] = []
+    events = Events(lambda: [Change(stored=tuple(here), cleared=True)], 3, lambda: overflows.append(None))
     async with aclosing(events.watch()) as changes:
         await anext(changes)
         for number in range(10):
@@ -53,7 +54,7 @@ async def test_a_watcher_that_falls_behind_starts_over_with_what_is_here() -> No
         assert await anext(changes) == (2, Change(stored=tuple(here), cleared=True))
         events.publish(Change(removed=(b"z",)))
         assert await anext(changes) == (3, Change(removed=(b"z",)))
-    assert events.overflows == 1
+    assert len(overflows) == 1
 
 
 async def test_a_snapshot_has_every_tier_and_news_of_speeds_take_no_number() -> None:
@@ -62,7 +63,9 @@ async def test_a_snapshot_has_every_tier_and_news_of_speeds_take_no_number() -> 
     async with aclosing(events.watch()) as changes:
         assert await anext(changes) == (1, snapshot[0])
         events.publish(Change(speeds=True))
+        events.publish(Change(alive=True))
         events.publish(Change("nvme", removed=(b"b",)))
         assert await anext(changes) == (2, snapshot[1])
         assert await anext(changes) == (2, Change(speeds=True))
+        assert await anext(changes) == (2, Change(alive=True))
         assert await anext(changes) == (3, Change("nvme", removed=(b"b",)))

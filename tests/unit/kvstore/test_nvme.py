@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
+from services.kvstore.aligned import ALIGN, aligned_buffer
+from services.kvstore.breaker import Breaker
 from services.kvstore.eviction import Watermarks
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN, SlabFile, aligned_buffer
+from services.kvstore.nvme.disk import SlabFile
 from services.kvstore.nvme.slab import slot_bytes, slot_offset
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.tier import BlockShape, Facts
@@ -44,8 +45,10 @@ def payload(key: bytes) -> memoryview:
 class Life:
     """One life of a store's disk tier over a folder that outlives it."""
 
-    def __init__(self, folder: Path, deadline_s: float = 20.0, breaker: Breaker | None = None) -> None:
-        self.disk = BreakableDisk(folder, SIZE)
+    def __init__(
+        self, folder: Path, deadline_s: float = 20.0, breaker: Breaker | None = None, size: int = SIZE
+    ) -> None:
+        self.disk = BreakableDisk(folder, size)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.gone: list[tuple[bytes, str]] = []
         self.tier = NvmeTier(self.disk, Watermarks(1.0, 0.8), {}, deadline_s, breaker, self._count)
@@ -378,12 +381,67 @@ async def test_another_layout_starts_over(tmp_path: Path) -> None:
     await second.end()
 
 
-async def test_garbage_in_the_folder_is_an_empty_slab(tmp_path: Path) -> None:
-    (tmp_path / "slab").write_bytes(random.Random(1).randbytes(SIZE))
+@pytest.mark.parametrize("length", [3, SIZE // 2, 2 * SIZE])
+def test_a_file_that_is_no_stores_is_left_as_it_is(tmp_path: Path, length: int) -> None:
+    theirs = random.Random(1).randbytes(length)
+    (tmp_path / "slab").write_bytes(theirs)
+    with pytest.raises(OSError, match="is no store's") as refused:
+        SlabFile(tmp_path, SIZE)
+    assert refused.value.errno == errno.EEXIST
+    assert (tmp_path / "slab").read_bytes() == theirs
+
+
+async def test_a_slab_that_was_never_written_to_is_ours(tmp_path: Path) -> None:
+    SlabFile(tmp_path, SIZE).close()
     life = await Life(tmp_path).start()
-    assert life.tier.shape is None
+    assert life.counts["open", "empty"] == 1
     assert all(await life.put(keys(4)))
     await life.end()
+
+
+@pytest.mark.parametrize(("where", "outcome"), [(8, "version"), (20, "torn")])
+async def test_a_slab_of_another_version_or_with_a_torn_superblock_starts_anew(
+    tmp_path: Path, where: int, outcome: str
+) -> None:
+    first = await Life(tmp_path).start()
+    await first.put(keys(4))
+    await first.end()
+    first.disk.flip(where)
+    second = await Life(tmp_path).start()
+    assert second.counts["open", outcome] == 1
+    assert second.tier.shape is None
+    assert not any([await second.get(key) for key in keys(4)])
+    assert all(await second.put(keys(2, first=20)))
+    await second.end()
+    third = await Life(tmp_path).start()
+    assert sorted(third.tier.keys()) == keys(2, first=20)
+    assert third.counts["open", outcome] == 0
+    await third.end()
+
+
+@pytest.mark.parametrize("slots", [SLOTS - 6, SLOTS + 6])
+async def test_a_slab_of_another_size_keeps_what_lies_within_it(tmp_path: Path, slots: int) -> None:
+    first = await Life(tmp_path).start()
+    await first.put(keys(SLOTS))
+    within = {key for key in keys(SLOTS) if first.tier._table.index[key].slot < slots}
+    await first.end()
+    second = await Life(tmp_path, size=ALIGN + slots * slot_bytes(SHAPE)).start()
+    assert set(second.tier.keys()) == within
+    assert all([await second.get(key) for key in within])
+    assert second.counts["open", "cut_off"] == max(0, SLOTS - slots)
+    assert all(await second.put(keys(slots, first=50)))
+    assert all([await second.get(key) for key in list(second.tier.keys())])
+    await second.end()
+
+
+async def test_a_slab_without_room_for_one_of_its_blocks_starts_anew(tmp_path: Path) -> None:
+    first = await Life(tmp_path).start()
+    await first.put(keys(2))
+    await first.end()
+    second = await Life(tmp_path, size=2 * ALIGN).start()
+    assert second.counts["open", "too_small"] == 1
+    assert second.tier.shape is None
+    await second.end()
 
 
 async def test_a_slab_that_cannot_be_read_at_start_is_an_empty_one(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from services.kvstore.aligned import ALIGN
 from services.kvstore.eviction import Watermarks
-from services.kvstore.nvme.disk import ALIGN, SlabFile
+from services.kvstore.nvme.disk import SlabFile
 from services.kvstore.nvme.slab import slot_bytes
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.tier import BlockShape, Facts

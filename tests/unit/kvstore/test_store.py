@@ -8,24 +8,29 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.kv.arena import Arena
 from baton.rpc.tasks import Background
+from services.kvstore.aligned import ALIGN
+from services.kvstore.breaker import Breaker
 from services.kvstore.events import Change
 from services.kvstore.eviction import Watermarks
 from services.kvstore.host import HostTier
 from services.kvstore.metrics import KvStoreMetrics
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.promotion import Hold
+from services.kvstore.service import KvStoreService
 from services.kvstore.store import Store, Verified
 from services.kvstore.tier import BlockShape, Facts
 from tests.unit.kvstore.disks import BreakableDisk
@@ -51,10 +56,11 @@ class Bench:
         marks = Watermarks(1.0, 0.75)
         self.host = HostTier(Arena.create(HOST_SLOTS * BLOCK), "store", 7, marks)
         self.disk = BreakableDisk(folder, ALIGN + DISK_SLOTS * (ALIGN + BLOCK))
-        self.metrics = KvStoreMetrics(CollectorRegistry())
+        self.registry = CollectorRegistry()
+        self.metrics = KvStoreMetrics(self.registry)
         self.nvme = NvmeTier(self.disk, marks, {}, 0.5, Breaker(3, 0.05), self.metrics.tier("nvme"))
         self.background = Background("test")
-        self.store = Store(self.host, [self.nvme], (), self.background, self.metrics, ttl_s)
+        self.store = Store(self.host, [self.nvme], (), self.background, self.metrics, ttl_s, layout_rest_s=0.0)
 
     async def start(self) -> Bench:
         await self.nvme.open()
@@ -104,6 +110,10 @@ class Bench:
         async with asyncio.timeout(HANG_S):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
+
+    def exposed(self) -> str:
+        """The metrics page."""
+        return generate_latest(self.registry).decode()
 
     def outcome(self, outcome: str) -> float:
         found = self.metrics._promoted.labels(outcome)._value.get()
@@ -556,6 +566,41 @@ async def test_what_another_life_left_is_served_and_gives_way_to_another_layout(
     await third.until(lambda: third.nvme.keys() == [b"k" * 16])
     assert third.store.evicted["layout"] == 6
     await third.end()
+
+
+async def test_a_layout_that_nobody_uses_any_more_gives_way_in_every_tier(bench: Bench, tmp_path: Path) -> None:
+    await bench.push_below(keys(6))
+    bench.offer(keys(2, first=20))
+    bench.store.give_way([])
+    bench.store.give_way(["other", SHAPE.fingerprint])
+    assert len(bench.store.host.keys()) == 2, "it is in use, or nobody else is there"
+    bench.store.give_way(["other"])
+    assert bench.store.evicted["layout"] == 8
+    assert bench.store.fingerprint == ""
+    bench.store.fix(BlockShape("other", 2 * BLOCK, 32))
+    assert await bench.store.forgotten(HANG_S)
+    await bench.end()
+    assert (await Bench(tmp_path).start()).nvme.keys() == []
+
+
+async def test_what_is_lost_to_watchers_and_what_a_disk_has_not_forgotten_are_counted(bench: Bench) -> None:
+    async with aclosing(bench.store.events.watch()) as changes:
+        await anext(changes)
+        for _ in range(1100):
+            bench.store.events.publish(Change(speeds=True))
+    assert "baton_kvstore_watch_overflows_total 1.0" in bench.exposed()
+    await bench.push_below(keys(2))
+    offers: Any = SimpleNamespace(idle=partial(asyncio.sleep, 0))
+    nothing: Any = None
+    service = KvStoreService(nothing, "", bench.store, nothing, offers, bench.background, bench.metrics)
+    bench.disk.fail = True
+    bench.store.clear()
+    await service.drain(0.1)
+    assert 'baton_kvstore_unforgotten_total{tier="nvme"} 1.0' in bench.exposed()
+    assert 'baton_kvstore_tier_dirty{tier="nvme"} 1.0' in bench.exposed()
+    bench.disk.fail = False
+    assert await bench.store.forgotten(HANG_S)
+    assert 'baton_kvstore_tier_dirty{tier="nvme"} 0.0' in bench.exposed()
 
 
 async def test_eviction_between_the_look_up_and_the_load_is_a_miss(bench: Bench) -> None:

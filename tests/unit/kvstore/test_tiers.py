@@ -13,10 +13,11 @@ import torch
 
 from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
+from services.kvstore.aligned import ALIGN
 from services.kvstore.device import DeviceTier
 from services.kvstore.eviction import Watermarks
 from services.kvstore.host import HostTier
-from services.kvstore.nvme.disk import ALIGN, SlabFile
+from services.kvstore.nvme.disk import SlabFile
 from services.kvstore.nvme.tier import NvmeTier
 from services.kvstore.tier import BlockShape, Facts, Tier, Verdict
 

@@ -152,6 +152,24 @@ async def test_a_store_whose_host_is_gone_without_a_word_is_put_out(known: Known
         assert store.watches == 2
 
 
+async def test_a_store_that_does_not_say_what_it_promised_is_put_out_until_it_speaks(known: Known) -> None:
+    """Its connection is in order and answers pings: its loop is stuck."""
+    async with scripted() as (store, message):
+        known.stores.registered("s", message)
+        await known.until(lambda: known.stores.usable("s"))
+        store.say(store.update(stored=KEYS))
+        await known.until(known.found)
+        (one,) = known.stores.all()
+        assert known.stores.why_not(one) == ""
+        store.say(kvstore_pb2.StoreUpdate(epoch=1, alive_s=0.05))
+        await known.until(lambda: known.quarantine.why("s"))
+        assert known.stores.state(one) == "quarantined"
+        assert known.stores.why_not(one) == "quarantined: is silent"
+        assert known.found() == {}
+        await known.until(lambda: known.stores.usable("s"))
+        assert store.watches == 2
+
+
 async def test_another_process_under_the_name_is_not_believed(known: Known) -> None:
     async with scripted() as (store, message):
         store.epoch = 2

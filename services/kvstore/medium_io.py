@@ -1,4 +1,4 @@
-"""Disk I/O with deadlines: a bounded pool of threads, each operation in an aligned buffer of its own.
+"""I/O with deadlines on a disk or a device: a bounded pool of threads, each operation in an aligned buffer of its own.
 
 A system call cannot be cancelled. When an operation's deadline passes, its caller is told so (a miss), and its buffer
 and thread are out of use until the call has returned: a late answer cannot land in a buffer that is used again. With
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from services.kvstore.nvme.breaker import Breaker
-from services.kvstore.nvme.disk import ALIGN, aligned_buffer
+from services.kvstore.aligned import ALIGN, aligned_buffer
+from services.kvstore.breaker import Breaker
 
 T = TypeVar("T")
 
 
-class DiskUnavailable(Exception):
-    """The disk was not asked, did not answer in time, or answered with an error. `outcome` is the word for counters:
+class MediumUnavailable(Exception):
+    """The medium was not asked, did not answer in time, or answered with an error. `outcome` is the word for counters:
     "open", "late" or "error"."""
 
     def __init__(self, outcome: str, message: str) -> None:
@@ -28,7 +28,7 @@ class DiskUnavailable(Exception):
         self.outcome = outcome
 
 
-class DiskIo:
+class MediumIo:
     """`threads` operations at once, each with a buffer of `buffer_bytes`; `deadline_s` from asking to the answer."""
 
     def __init__(self, breaker: Breaker, threads: int, deadline_s: float) -> None:
@@ -36,7 +36,7 @@ class DiskIo:
         self.deadline_s = deadline_s
         self.late = 0
         """Operations whose caller has gone and whose thread has not returned."""
-        self._pool = ThreadPoolExecutor(threads, "baton-disk")
+        self._pool = ThreadPoolExecutor(threads, "baton-tier")
         self._buffers: list[memoryview] = [aligned_buffer(ALIGN) for _ in range(threads)]
         self._free = asyncio.Semaphore(threads)
 
@@ -52,19 +52,19 @@ class DiskIo:
         """Run `work(buffer)` in a thread, with `before` and `after` on the loop around it, the latter only in time.
 
         `ended` is called once on every path, when no thread works on it any more: what `work` touches is busy until
-        then. Raises DiskUnavailable; what `work` raises beyond OSError.
+        then. Raises MediumUnavailable; what `work` raises beyond OSError.
         """
         deadline = time.monotonic() + self.deadline_s
         if not self.breaker.allow(time.monotonic()):
             ended()
-            raise DiskUnavailable("open", self.breaker.state(time.monotonic()))
+            raise MediumUnavailable("open", self.breaker.state(time.monotonic()))
         try:
             async with asyncio.timeout(self.deadline_s):
                 await self._free.acquire()
         except TimeoutError:
             ended()
             self.breaker.failure(time.monotonic())
-            raise DiskUnavailable("late", "every thread waits for the disk") from None
+            raise MediumUnavailable("late", "every thread waits for the medium") from None
         except asyncio.CancelledError:
             ended()
             self.breaker.abandon()
@@ -95,7 +95,7 @@ class DiskIo:
             done, _ = await asyncio.wait((future,), timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 self.breaker.failure(time.monotonic())
-                raise DiskUnavailable("late", f"no answer within {self.deadline_s} s")
+                raise MediumUnavailable("late", f"no answer within {self.deadline_s} s")
             result = self._result(future)
             after(buffer, result)
             return result
@@ -114,7 +114,7 @@ class DiskIo:
             result = future.result()
         except OSError as error:
             self.breaker.failure(time.monotonic())
-            raise DiskUnavailable("error", str(error)) from error
+            raise MediumUnavailable("error", str(error)) from error
         except BaseException:
             self.breaker.abandon()
             raise

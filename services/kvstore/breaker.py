@@ -1,4 +1,5 @@
-"""A circuit breaker: after `threshold` failures in a row nobody asks the disk any more, but for one probe now and then.
+"""A circuit breaker: after `threshold` failures in a row nobody asks the medium (a disk, a GPU) any more, but for one
+probe now and then.
 
     closed      everything goes; failures in a row are counted
     open        nothing goes until the pause is over
@@ -32,7 +33,7 @@ class Breaker:
         return self._opened > 0
 
     def allow(self, now: float) -> bool:
-        """Whether the disk may be asked now."""
+        """Whether the medium may be asked now."""
         if not self._opened:
             return True
         if self._probing or now < self._until:
