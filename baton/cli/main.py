@@ -310,6 +310,8 @@ def explain(
         table.add_row(sign, one["mode"], one["worker"], one["prefill"], why, terms, f"{one['cached_tokens']}{stored}")
     out.print(table)
     out.print(f"{reply['prompt_tokens']} tokens: {reply['summary']}", markup=False)
+    for one in reply["excluded_stores"]:
+        out.print(f"nothing is loaded from {one['store']}: {one['why']}", markup=False)
     shown = {term for one in reply["candidates"] for term, value in one["terms_ms"].items() if value}
     legend = Table(box=None, pad_edge=False, show_header=False, style="dim")
     for term, meaning in TERMS.items():

@@ -35,7 +35,8 @@ async def explain(backend: Backend, work: Work) -> dict[str, Any]:
 
 
 def told(request: router_pb2.RouteRequest, reply: router_pb2.ExplainReply) -> dict[str, Any]:
-    """A router's explanation as JSON. `terms_ms` of each candidate, the largest first; they sum to `total_ms`."""
+    """A router's explanation as JSON. `terms_ms` of each candidate, the largest first; they sum to `total_ms`.
+    `excluded_stores`: those that nothing is loaded from, whatever they hold."""
     return {
         "object": "baton.explanation",
         "prompt_tokens": request.prompt_tokens,
@@ -43,6 +44,7 @@ def told(request: router_pb2.RouteRequest, reply: router_pb2.ExplainReply) -> di
         "blocks": len(request.packed_keys) // KEY_BYTES,
         "summary": _summary(reply),
         "candidates": _candidates(reply.candidates),
+        "excluded_stores": [{"store": one.store.id, "why": one.why} for one in reply.excluded_stores],
     }
 
 

@@ -110,19 +110,21 @@ def test_the_terms_of_explain_are_the_routers() -> None:
 def test_explain_says_what_its_terms_mean(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"mode": "merged", "worker": "m", "prefill": "", "total_ms": 21.5, "excluded": "", "chosen": True}
     one |= {"terms_ms": {"prefill": 20.0, "queue": 1.5, "stall": 0.0}, "cached_tokens": 0, "store": ""}
-    reply = {"candidates": [one], "prompt_tokens": 7, "summary": "merged"}
+    reply = {"candidates": [one], "prompt_tokens": 7, "summary": "merged", "excluded_stores": []}
     monkeypatch.setattr("baton.cli.explain.explain", lambda home, prompt, **options: reply)
     shown = CliRunner().invoke(app, ["explain", "hello"]).output
     assert [term for term, meaning in TERMS.items() if meaning in shown] == ["queue", "prefill"]
 
 
-def test_explain_says_on_which_tier_of_a_store_a_prefix_lies(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_on_which_tier_of_a_store_a_prefix_lies_and_which_store_is_out(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"mode": "merged", "worker": "m", "prefill": "", "total_ms": 21.5, "excluded": "", "chosen": True}
     one |= {"terms_ms": {"load": 21.5}, "cached_tokens": 32, "store": "s", "stored_tokens": 96, "store_tier": "nvme"}
-    reply = {"candidates": [one], "prompt_tokens": 107, "summary": "merged"}
+    out = {"store": "t", "why": "quarantined: is silent"}
+    reply = {"candidates": [one], "prompt_tokens": 107, "summary": "merged", "excluded_stores": [out]}
     monkeypatch.setattr("baton.cli.explain.explain", lambda home, prompt, **options: reply)
     shown = CliRunner().invoke(app, ["explain", "hello"], env={"COLUMNS": "200"}).output
     assert "32 (96 in s, nvme)" in shown
+    assert "nothing is loaded from t: quarantined: is silent" in shown
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

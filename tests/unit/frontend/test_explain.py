@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import BatonError, Reason
 from baton.model.card import Model
-from baton.v1 import router_pb2, worker_pb2
+from baton.v1 import registry_pb2, router_pb2, worker_pb2
 from services.frontend.explain import told
 from tests.unit.frontend.peers import ScriptedWorker, Stack, running
 from tests.unit.frontend.test_failures import HI, says
@@ -66,6 +66,12 @@ def test_what_a_store_has_is_told_with_its_tier() -> None:
     one = router_pb2.Candidate(mode=worker_pb2.MODE_MERGED, store="s", stored_tokens=96, store_tier="nvme")
     (found,) = told(router_pb2.RouteRequest(), router_pb2.ExplainReply(candidates=[one]))["candidates"]
     assert (found["store"], found["stored_tokens"], found["store_tier"]) == ("s", 96, "nvme")
+
+
+def test_a_store_that_nothing_is_loaded_from_is_told_with_the_reason() -> None:
+    out = router_pb2.StoreView(store=registry_pb2.KvStore(id="s"), why="quarantined: is silent")
+    found = told(router_pb2.RouteRequest(), router_pb2.ExplainReply(excluded_stores=[out]))["excluded_stores"]
+    assert found == [{"store": "s", "why": "quarantined: is silent"}]
 
 
 async def test_a_refusal_is_an_explanation_and_no_router_is_an_error(model: Model) -> None:
