@@ -143,15 +143,17 @@ async def test_the_worker_with_the_long_context_is_waited_for(model: Model) -> N
 
 
 async def test_outputs_that_are_well_go_on_while_another_waits_for_a_place(model: Model) -> None:
-    ids, back = ids_of(model), asyncio.Event()
+    ids, full, back = ids_of(model), asyncio.Event(), asyncio.Event()
 
     async def script(attempt: Attempt) -> None:
         if attempt.message.uid.endswith("-1") or attempt.message.emitted_ids:
+            await full.wait()
             await attempt.play(ids)
         else:
             await attempt.tokens(ids[:3], offset=0)
             await until(lambda: len(attempt.worker.attempts) == 2)
             attempt.worker.refusal = BatonError(Reason.NO_CAPACITY, "full")
+            full.set()
             await attempt.send(failed(attempt, Reason.ENGINE_FAILED))
 
     worker = ScriptedWorker("only", script)
