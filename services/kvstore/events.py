@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Change:
     """Keys that came to and went from a tier; `cleared` forgets everything before it, of all tiers. `speeds`: nothing
-    came or went, a tier's speed or state is another one. `alive`: nothing at all, but somebody is here to say so."""
+    came or went, a tier's speed or state is another one. `alive`: nothing at all, but somebody is here to say so; not
+    told to whom something else waits for."""
 
     tier: str = "host"
     stored: tuple[bytes, ...] = ()
@@ -55,7 +56,7 @@ class Events:
     def publish(self, change: Change) -> None:
         """Tell everybody. Never waits."""
         for watcher in self._watchers:
-            if watcher.behind:
+            if watcher.behind or (change.alive and watcher.waiting):  # what waits says already that we are alive
                 continue
             if len(watcher.waiting) >= self._queue:
                 watcher.waiting.clear()

@@ -69,13 +69,14 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
     await figures.start()
     await registry.start()
     message = _registration(process, address, figures.url, arena.size)
+    message.fingerprint = store.fingerprint
     registration = await registry.register("kvstores", process.id, message)
     background.spawn(_tell_shape(store, registration, message), "tell shape")
     background.spawn(store.writeback.run(), "write-behind")
     workers = registry.view("workers", registry_pb2.Worker)
     background.spawn(_keep_house(store, workers), "expire, give way and tell speeds")
     for nvme in below.scans:
-        background.spawn(_scan(nvme), "scan")
+        background.spawn(_scan(nvme, host), "scan")
     background.spawn(service.beat(), "heartbeats")
     background.spawn(_watch_quarantine(host, process), "watch quarantine")
     await server.set_serving(True)
@@ -92,7 +93,7 @@ async def _serve(process: Process, settings: KvStoreSettings) -> None:
 
 
 async def _tell_shape(store: Store, registration: Registration, message: registry_pb2.KvStore) -> None:
-    """The first offer, or what a restart finds, fixes the layout, a clear frees it: the registration says which."""
+    """What a restart finds, or the first offer, fixes the layout, a clear frees it: the registration says which."""
     while True:
         await store.host.shape_changed.wait()
         store.host.shape_changed.clear()
@@ -109,10 +110,11 @@ async def _keep_house(store: Store, workers: View[registry_pb2.Worker]) -> None:
         store.tell_speeds()
 
 
-async def _scan(nvme: NvmeTier) -> None:
+async def _scan(nvme: NvmeTier, host: HostTier) -> None:
     """The store serves meanwhile; the index fills as the scan goes."""
     began = time.monotonic()
     found = await nvme.scan()
+    host.shape_changed.set()  # nothing may be there of the layout that the disk told
     _log.info("scanned", seconds=round(time.monotonic() - began, 2), **found.counts())
 
 

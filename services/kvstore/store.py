@@ -16,6 +16,7 @@ from itertools import chain
 
 import structlog
 
+from baton.errors import BatonError, Reason
 from baton.rpc.tasks import Background
 from services.kvstore.events import Change, Events
 from services.kvstore.expiry import Expiry
@@ -102,8 +103,8 @@ class Store:
 
     @property
     def shape(self) -> BlockShape | None:
-        """What blocks look like in this store: what is readable decides, else what is below."""
-        return self.host.shape or next((tier.shape for tier in self.below if tier.stats().blocks), None)
+        """What blocks look like in this store: what is readable decides, else what is, or may be, below."""
+        return self.host.shape or next((tier.shape for tier in self.below if tier.occupied), None)
 
     @property
     def fingerprint(self) -> str:
@@ -117,9 +118,13 @@ class Store:
     # ---- in
 
     def fix(self, shape: BlockShape) -> None:
-        """Blocks of this shape come in. What only lies below from an earlier life gives way when it is written to.
-        Raises BatonError: KV_LAYOUT_MISMATCH, NO_CAPACITY."""
+        """Blocks of this shape come in. Raises BatonError: KV_LAYOUT_MISMATCH (also for what lies only below, from an
+        earlier life), NO_CAPACITY."""
         self.asked(shape.fingerprint)
+        for tier in self.below:
+            if tier.occupied and tier.shape != shape:
+                text = f"this store's {tier.name} holds {tier.shape}, offered is {shape}"
+                raise BatonError(Reason.KV_LAYOUT_MISMATCH, text)
         self.host.fix(shape)
 
     def asked(self, fingerprint: str) -> None:
@@ -167,16 +172,17 @@ class Store:
     def clear(self, fingerprint: str = "", tenant: str = "", reason: str = "cleared") -> int:
         """Forget every block, or those of one layout or tenant, also what is on its way; how many. Whatever becomes of
         the caller, the store goes on until the disk has forgotten too: see `forgotten`. `reason` is for the counter."""
-        shape = self.shape
-        if fingerprint and (shape is None or shape.fingerprint != fingerprint):
+        tiers = [tier for tier in self.tiers if not fingerprint or _layout(tier) == fingerprint]
+        if not tiers:
             return 0
+        all_goes = not tenant and not any(tier.occupied for tier in self.tiers if tier not in tiers)
         gone: set[bytes] = set()
-        for tier in self.tiers:
+        for tier in tiers:
             keys = tier.clear(tenant)
             gone.update(keys)
-            if tenant and keys:
+            if keys and not all_goes:
                 self.events.publish(Change(tier.name, removed=tuple(keys)))
-        if not tenant:
+        if all_goes:
             self.events.publish(Change(cleared=True))
         self._count_gone(reason, len(gone))
         self.host.shape_changed.set()
@@ -185,10 +191,11 @@ class Store:
         return len(gone)
 
     def give_way(self, registered: Iterable[str]) -> None:
-        """Start anew when nobody has use for the layout that is here and somebody has another one: `registered` are
-        the workers' layouts."""
+        """Start anew when nobody has use for the layout that is here and somebody has come with another one:
+        `registered` are the workers' layouts."""
         ours = self.fingerprint
-        if (other := self._use.successor(ours, registered)) and (blocks := self.clear(reason="layout")):
+        if other := self._use.successor(ours, registered):
+            blocks = self.clear(ours, reason="layout")
             _log.warning(
                 "nobody uses the layout of these blocks: starting anew", layout=ours, other=other, blocks=blocks
             )
@@ -314,6 +321,10 @@ class Store:
                 for at in range(0, max(1, len(keys)), SNAPSHOT_KEYS)
             ]
         return changes
+
+
+def _layout(tier: Tier) -> str:
+    return tier.shape.fingerprint if tier.shape else ""
 
 
 def _differs(now: TierStats, told: TierStats | None) -> bool:

@@ -92,10 +92,11 @@ class SlotTable:
 
     @property
     def unerased(self) -> bool:
-        """Whether a slot carries, or may yet carry, what was cleared with `erase`."""
+        """Whether a slot carries, or may yet carry, what was cleared with `erase`. Any thread: whoever scrapes asks."""
         if self._erase or self._erasing or self._unwanted:
             return True
-        return any(room.erase for room in self._writing.values()) or any(entry.erase for entry in self._condemned)
+        rooms, entries = tuple(self._writing.values()), tuple(self._condemned)
+        return any(room.erase for room in rooms) or any(entry.erase for entry in entries)
 
     def scanned(self, slot: int, entry: SlotEntry | None, readable: bool = True) -> bool:
         """The next slot's content is known: a whole block, or nothing, or it is not `readable` and nobody knows.

@@ -120,6 +120,11 @@ class Tier(abc.ABC):
     def shape(self) -> BlockShape | None:
         """What blocks look like here; None until `fix`."""
 
+    @property
+    def occupied(self) -> bool:
+        """Whether blocks of `shape` are here, or may be for all that is known yet."""
+        return bool(self.stats().blocks)
+
     @abc.abstractmethod
     def fix(self, shape: BlockShape) -> None:
         """Take blocks of `shape` from now on. Raises BatonError: KV_LAYOUT_MISMATCH (blocks of another shape are here

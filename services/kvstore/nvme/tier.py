@@ -60,6 +60,8 @@ class NvmeTier(TableTier):
         super().__init__(MediumIo(breaker or Breaker(), THREADS, deadline_s), watermarks, quotas, count)
         self._disk = disk
         self._superblock: Superblock | None = None
+        self._opened: Superblock | None = None
+        """What the slab said when it was opened: what is not scanned yet may hold blocks of its era."""
         self._saved: Superblock | None = None
         """What the disk says; None: nobody knows."""
         self._saving = asyncio.Lock()
@@ -70,6 +72,11 @@ class NvmeTier(TableTier):
     @property
     def shape(self) -> BlockShape | None:
         return self._superblock.shape if self._superblock else None
+
+    @property
+    def occupied(self) -> bool:
+        unknown = self._table.unscanned > 0 and self._superblock is self._opened
+        return unknown or bool(self._table.index)
 
     async def open(self) -> None:
         """Read what the slab says of itself. What can never be served again, all of it or what lies behind the end of a
@@ -83,7 +90,7 @@ class NvmeTier(TableTier):
         if not slots:
             self._found("too_small", f"a block has {shape.block_bytes} bytes, the slab now {self._disk.size}", 1)
             return
-        self._superblock = self._saved
+        self._superblock = self._opened = self._saved
         self._table = self._new_table(slots, slot_bytes(shape))
         if before > slots:
             self._found("cut_off", f"the slab had {self._disk.was} bytes and has {self._disk.size}", before - slots)

@@ -63,9 +63,26 @@ async def test_a_snapshot_has_every_tier_and_news_of_speeds_take_no_number() -> 
     async with aclosing(events.watch()) as changes:
         assert await anext(changes) == (1, snapshot[0])
         events.publish(Change(speeds=True))
-        events.publish(Change(alive=True))
-        events.publish(Change("nvme", removed=(b"b",)))
         assert await anext(changes) == (2, snapshot[1])
         assert await anext(changes) == (2, Change(speeds=True))
+        events.publish(Change(alive=True))
+        events.publish(Change("nvme", removed=(b"b",)))
         assert await anext(changes) == (2, Change(alive=True))
         assert await anext(changes) == (3, Change("nvme", removed=(b"b",)))
+
+
+async def test_heartbeats_do_not_pile_up_behind_what_waits() -> None:
+    """A watcher that does not read is no further behind because time goes by, nor one whose snapshot is a long one."""
+    snapshot = [Change(stored=(b"a",), cleared=True), *(Change("nvme", stored=(bytes([n]),)) for n in range(8))]
+    overflows: list[None] = []
+    events = Events(lambda: snapshot, 3, lambda: overflows.append(None))
+    async with aclosing(events.watch()) as changes:
+        for number, told in enumerate(snapshot, 1):
+            assert await anext(changes) == (number, told)
+            events.publish(Change(alive=True))
+        for _ in range(5):
+            events.publish(Change(alive=True))
+        assert await anext(changes) == (9, Change(alive=True))
+        events.publish(Change(removed=(b"a",)))
+        assert await anext(changes) == (10, Change(removed=(b"a",)))
+    assert not overflows

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from prometheus_client import CollectorRegistry, generate_latest
 
+from baton.errors import BatonError, Reason
 from baton.kv.arena import Arena
 from baton.rpc.tasks import Background
 from services.kvstore.aligned import ALIGN
@@ -547,6 +548,9 @@ async def test_speeds_are_told_when_they_change(bench: Bench) -> None:
     await watch.aclose()
 
 
+OTHER = BlockShape("other", 2 * BLOCK, 32)
+
+
 async def test_what_another_life_left_is_served_and_gives_way_to_another_layout(tmp_path: Path) -> None:
     first = await Bench(tmp_path).start()
     await first.push_below(keys(6))
@@ -556,31 +560,95 @@ async def test_what_another_life_left_is_served_and_gives_way_to_another_layout(
     assert await second.look_up(keys(6)) == 6
     await second.end()
     third = await Bench(tmp_path).start()
-    other = BlockShape("other", 2 * BLOCK, 32)
-    third.store.fix(other)
+    with pytest.raises(BatonError) as refused:
+        third.store.fix(OTHER)
+    assert refused.value.reason is Reason.KV_LAYOUT_MISMATCH
+    third.store.give_way(["other", SHAPE.fingerprint])
+    assert len(third.nvme.keys()) == 6, "a worker has this layout"
+    third.store.give_way(["other"])
+    assert third.store.evicted["layout"] == 6
+    third.store.fix(OTHER)
     facts = Facts()
     (slot,) = third.host.reserve(1)
     third.host.commit(slot, b"k" * 16, third.host.sum(slot, b"k" * 16), facts)
     third.store.stored([b"k" * 16], facts)
     third.store.stored([b"k" * 16], facts)
     await third.until(lambda: third.nvme.keys() == [b"k" * 16])
-    assert third.store.evicted["layout"] == 6
+    await third.end()
+
+
+async def test_a_disk_that_is_not_scanned_yet_has_its_layout(tmp_path: Path) -> None:
+    first = await Bench(tmp_path).start()
+    await first.push_below(keys(6))
+    await first.end()
+    second = Bench(tmp_path)
+    await second.nvme.open()
+    assert second.store.fingerprint == SHAPE.fingerprint
+    with pytest.raises(BatonError):
+        second.store.fix(OTHER)
+    second.nvme.clear()
+    assert second.store.fingerprint == "", "what the scan is yet to find was cleared"
+    second.store.fix(OTHER)
+    await second.nvme.flush()
+    await second.end()
+    third = Bench(tmp_path)
+    await third.nvme.open()
+    assert third.store.fingerprint == SHAPE.fingerprint
+    await third.nvme.scan()
+    assert third.store.fingerprint == "", "nothing is there"
     await third.end()
 
 
 async def test_a_layout_that_nobody_uses_any_more_gives_way_in_every_tier(bench: Bench, tmp_path: Path) -> None:
     await bench.push_below(keys(6))
     bench.offer(keys(2, first=20))
-    bench.store.give_way([])
+    bench.store.give_way(["other"])
+    assert len(bench.store.host.keys()) == 2, "nobody has come with another one"
+    bench.store.asked("other")
     bench.store.give_way(["other", SHAPE.fingerprint])
-    assert len(bench.store.host.keys()) == 2, "it is in use, or nobody else is there"
+    assert len(bench.store.host.keys()) == 2, "it is in use"
     bench.store.give_way(["other"])
     assert bench.store.evicted["layout"] == 8
     assert bench.store.fingerprint == ""
-    bench.store.fix(BlockShape("other", 2 * BLOCK, 32))
+    bench.store.fix(OTHER)
     assert await bench.store.forgotten(HANG_S)
     await bench.end()
     assert (await Bench(tmp_path).start()).nvme.keys() == []
+
+
+async def test_what_gives_way_takes_nothing_of_another_layout_with_it(bench: Bench) -> None:
+    await bench.push_below(keys(6))
+    bench.host.fix(OTHER)
+    (slot,) = bench.host.reserve(1)
+    bench.host.commit(slot, b"k" * 16, bench.host.sum(slot, b"k" * 16))
+    async with aclosing(bench.store.events.watch()) as watch:
+        await anext(watch)
+        await anext(watch)
+        bench.store.asked(SHAPE.fingerprint)
+        bench.store.give_way([SHAPE.fingerprint])
+        assert bench.host.keys() == []
+        assert len(bench.nvme.keys()) == 6
+        assert (await anext(watch))[1] == Change("host", removed=(b"k" * 16,))
+    assert await bench.look_up(keys(6)) == 6
+    assert not bench.nvme.dirty
+
+
+async def test_a_layout_that_a_pin_keeps_gives_way_once(bench: Bench) -> None:
+    bench.offer(keys(2))
+    hold = Hold(bench.host)
+    bench.store.pin(hold, keys(2), SHAPE.fingerprint)
+    bench.store.asked("other")
+    async with aclosing(bench.store.events.watch()) as watch:
+        await anext(watch)
+        await anext(watch)
+        for _ in range(3):
+            bench.store.give_way(["other"])
+        assert (await anext(watch))[1].cleared
+        bench.store.events.publish(Change(speeds=True))
+        assert (await anext(watch))[1].speeds, "nothing came between"
+    assert bench.store.fingerprint == SHAPE.fingerprint
+    hold.close()
+    assert bench.store.fingerprint == ""
 
 
 async def test_what_is_lost_to_watchers_and_what_a_disk_has_not_forgotten_are_counted(bench: Bench) -> None:

@@ -235,6 +235,29 @@ def test_a_restart_counts_the_newer_of_two() -> None:
     assert table.check() == []
 
 
+def test_whether_a_slot_is_unerased_can_be_asked_while_the_loop_writes() -> None:
+    """The metrics' thread asks; here the loop's next step falls into the middle of its question."""
+    table = SlotTable(4, 1, Watermarks(1, 1), {}, 100)
+    for slot in range(4):
+        table.scanned(slot, None)
+
+    class Interrupting(Room):
+        @property
+        def erase(self) -> bool:
+            table.reserve("")
+            return False
+
+        @erase.setter
+        def erase(self, value: bool) -> None: ...
+
+    first, _, _ = table.reserve("")
+    assert first is not None
+    table._writing[first.slot] = Interrupting(first.slot, first.generation, "")
+    table.reserve("")
+    assert not table.unerased
+    assert len(table._writing) == 3
+
+
 def test_nothing_is_evicted_while_the_scan_runs() -> None:
     table = SlotTable(10, 1, Watermarks(0.5, 0.1), {}, 100)
     for slot in range(5):
