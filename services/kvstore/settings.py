@@ -23,7 +23,7 @@ class KvStoreSettings(ServiceSettings):
     )
     ttl_s: float = Field(default=0.0, ge=0, description="How long a block is kept; 0 = until room is needed.")
     layout_rest_s: float = Field(
-        default=300.0, ge=0, description="How long nobody uses the layout of what is held until another may come."
+        default=3600.0, ge=0, description="How long nobody uses the layout of what is held until another may come."
     )
     transports: str = Field(default="nixl,tcp", description="Transports to offer, in order of preference.")
 

@@ -75,7 +75,7 @@ class Store:
         background: Background,
         metrics: KvStoreMetrics,
         ttl_s: float = 0.0,
-        layout_rest_s: float = 300.0,
+        layout_rest_s: float = 3600.0,
     ) -> None:
         self.host = host
         self.below = tuple(below)

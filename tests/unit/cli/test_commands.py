@@ -116,7 +116,9 @@ def test_explain_says_what_its_terms_mean(home: Home, monkeypatch: pytest.Monkey
     assert [term for term, meaning in TERMS.items() if meaning in shown] == ["queue", "prefill"]
 
 
-def test_explain_says_on_which_tier_of_a_store_a_prefix_lies_and_which_store_is_out(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_on_which_tier_of_a_store_a_prefix_lies_and_which_store_is_out(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = {"mode": "merged", "worker": "m", "prefill": "", "total_ms": 21.5, "excluded": "", "chosen": True}
     one |= {"terms_ms": {"load": 21.5}, "cached_tokens": 32, "store": "s", "stored_tokens": 96, "store_tier": "nvme"}
     out = {"store": "t", "why": "quarantined: is silent"}
