@@ -583,6 +583,7 @@ class Generation:
                 model=backend.card.model,
                 tenant=work.prompt.tenant,
                 batch=work.turn is not None,
+                parted=backend.prompts.parted(work.prompt),
             ),
             plan=plan,
             fallback=backend.fallback,
