@@ -112,7 +112,8 @@ class Request:
     `choices` are the output indices to produce (usually `(0,)`; `n > 1` forks after one prefill). `emitted_ids` are the
     output tokens that the client already has: the engine continues from there and never repeats them; more than one
     choice together with emitted tokens is refused (resume each choice on its own). `batch`: it gives way to all others.
-    `key_root` is `Namespace.root()`; block keys follow from it and the tokens. `deadline` is `time.time()` seconds.
+    `key_root` is `Namespace.root()`; block keys follow from it and the tokens. `parted`: it has a tenant or a salt, and
+    shares no cache with those that have another one, or none. `deadline` is `time.time()` seconds.
     """
 
     uid: str
@@ -124,6 +125,7 @@ class Request:
     choices: tuple[int, ...] = (0,)
     emitted_ids: Sequence[int] = ()
     batch: bool = False
+    parted: bool = False
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,7 @@ def request_to_pb(request: Request, *, model: str = "", tenant: str = "") -> wor
         model=model,
         tenant=tenant,
         batch=request.batch,
+        parted=request.parted,
     )
 
 
@@ -209,6 +210,7 @@ def request_from_pb(message: worker_pb2.Attempt) -> Request:
         choices=choices,
         emitted_ids=list(message.emitted_ids),
         batch=message.batch,
+        parted=message.parted,
     )
 
 

@@ -132,12 +132,13 @@ class Reading:
         return Asked(UNASKED, tuple(Prompt(ids, (), "") for ids in inputs), chat=False, told=told)
 
     def _generate(self, fields: Fields, unread: Unread) -> Asked:
-        body, owner = read_generate(fields, self._vocab_size), Owner(unread.tenant)
+        body = read_generate(fields, self._vocab_size)
+        owners = [Owner(unread.tenant, options.cache_salt) for options in body.options]
         prompts = [
             self.prompts.text(one, unread.limit, param="text", owner=owner)
             if isinstance(one, str)
             else self.prompts.ids(one, unread.limit, spelled=False, param="input_ids", owner=owner)
-            for one in body.prompts
+            for one, owner in zip(body.prompts, owners, strict=True)
         ]
         each = tuple((options, self.voices.grammar(None, options.structure)) for options in body.options)
         return Asked(body.options[0], tuple(prompts), chat=False, told=body.told, each=each)

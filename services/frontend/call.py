@@ -88,6 +88,7 @@ class Call:
                 backend,
                 self._inbox,
                 self._told,
+                self._placed,
             )
             for i, ask in enumerate(asks)
         ]
@@ -110,6 +111,7 @@ class Call:
         self._scores: dict[int, Sequence[Logprob]] = {}  # of each prompt: workers tell them with one choice alone
         self._begun: set[int] = set()
         self._batch = turns is not None
+        self._limited = backend.ttft_slo_s > 0
         self._promised = promised
 
     @property
@@ -128,16 +130,21 @@ class Call:
         return all(text.finish for text in self._texts)
 
     async def start(self) -> None:
-        """Submit everything, a few prompts at a time. Raises BatonError when one finds no worker."""
+        """Submit everything, a few prompts at a time. Raises BatonError when one finds no worker.
+
+        Where a first token may be refused for coming late, the first prompt is placed alone: the others would be late
+        behind each other on any fleet.
+        """
 
         async def start(generation: Generation) -> None:
             async with self._few:
                 await generation.start()
 
-        if len(self._generations) == 1:
-            await self._generations[0].start()
-            return
-        tasks = [asyncio.create_task(start(generation)) for generation in self._generations]
+        left = self._generations
+        if self._limited or len(left) == 1:
+            await left[0].start()
+            left = left[1:]
+        tasks = [asyncio.create_task(start(generation)) for generation in left]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -258,6 +265,10 @@ class Call:
     def _told(self) -> bool:
         """Whether the client has something of any output, or a promise of it."""
         return self._promised or any(generation.begun for generation in self._generations)
+
+    def _placed(self) -> bool:
+        """Whether a worker has been asked for any of it."""
+        return any(generation.attempts for generation in self._generations)
 
     def _cached(self) -> int:
         return sum(generation.cached_tokens or 0 for generation in self._generations)

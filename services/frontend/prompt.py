@@ -40,6 +40,7 @@ class Prompts:
         self._model = model
         self.cache = TokenCache(model.tokenizer)
         vocabulary = range(model.tokenizer.vocab_size)
+        self._common_root = model.key_root()
         self._longest_token = max((len(model.tokenizer.token_bytes(i)) for i in vocabulary), default=1)
 
     def chat(
@@ -88,6 +89,10 @@ class Prompts:
         if len(ids) >= limit:
             raise too_long(limit, len(ids), param)
         return self._made(ids, self._model.tokenizer.spell(ids) if spelled else "", 0, owner)
+
+    def parted(self, prompt: Prompt) -> bool:
+        """Whether it has a tenant or a salt: only those with the same find its KV."""
+        return prompt.root not in (b"", self._common_root)
 
     def extended(self, prompt: Prompt, emitted: Sequence[int]) -> tuple[bytes, ...]:
         """Block keys of the prompt together with output that a resume counts as prompt."""

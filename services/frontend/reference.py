@@ -226,6 +226,7 @@ FIELDS = (
         f"up to {MAX_CACHE_SALT} characters: KV is shared only with requests of the same tenant that have the same one",
         {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_CACHE_SALT},
     ),
+    *_rest("refused", "use `cache_salt`", "extra_key"),
     *_rest("ignored", "", "user", "safety_identifier", "metadata", "store", "service_tier"),
     *_rest("ignored", "prefixes are always cached", "prompt_cache_key", "prompt_cache_retention"),
     *_rest("ignored", "", "reasoning_effort", "verbosity", "prediction", where=(CHAT,)),

@@ -7,7 +7,7 @@ from typing import Any
 from services.frontend.embeddings import PATH as EMBEDDINGS
 from services.frontend.embeddings.body import FORMATS, MAX_INPUTS, MAX_TOKENS
 from services.frontend.listing import HUGE, Endpoint, Field, Json, Status
-from services.frontend.schema import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
+from services.frontend.schema import MAX_CACHE_SALT, MAX_CHOICES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 from services.frontend.sglang import PATH as GENERATE
 from services.frontend.sglang.body import DEFAULT_TOKENS, MAX_RID, MAX_TOP, NEVER, NOT_SAMPLING
 from services.frontend.tokens import DETOKENIZE, TOKENIZE
@@ -51,6 +51,8 @@ def _rest(status: Status, note: str, *names: str, where: tuple[str, ...]) -> tup
 
 _BOOLEAN: Json = {"type": ["boolean", "null"]}
 _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_SALT: Json = {"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT}
+_SALTS: Json = {"anyOf": [{"type": "null"}, _SALT, {"type": "array", "items": {"anyOf": [{"type": "null"}, _SALT]}}]}
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _TEXTS: Json = {
     "anyOf": [
@@ -168,6 +170,8 @@ NATIVE_FIELDS = (
     _works("top_logprobs_num", f"up to {MAX_TOP}", _integer(0, MAX_TOP), (GENERATE,)),
     _works("return_text_in_logprobs", "tokens are spelled out too", _BOOLEAN, (GENERATE,)),
     _works("rid", "told again as `meta_info.id`", {"type": ["string", "null"], "maxLength": MAX_RID}, (GENERATE,)),
+    _works("extra_key", "as `cache_salt` in a chat; or a list of one for each prompt", _SALTS, (GENERATE,)),
+    _works("cache_salt", "the same; one of the two", _SALTS, (GENERATE,)),
     *_rest("refused", "", *NEVER, where=(GENERATE,)),
     *_rest("ignored", "", "log_metrics", "session_id", "modalities", "routing_key", where=(GENERATE,)),
 )

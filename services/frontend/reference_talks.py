@@ -24,6 +24,7 @@ TALK_ENDPOINTS = (
 _BOOLEAN: Json = {"type": ["boolean", "null"]}
 _STRING: Json = {"type": "string"}
 _OBJECT: Json = {"type": ["object", "null"]}
+_SALT: Json = {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_CACHE_SALT}
 _IDS: Json = {
     "anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 64}]
 }
@@ -94,6 +95,7 @@ _SHARED = (
     _works("ignore_eos", "", _BOOLEAN, *BOTH),
     _works("stop_token_ids", "", _IDS, *BOTH),
     _works("chat_template_kwargs", "variables of the model's template", _OBJECT, *BOTH, COUNT),
+    *_rest("refused", "use `cache_salt`", (*BOTH, COUNT), "extra_key"),
 )
 _RESPONSES = (
     _works(
@@ -125,7 +127,7 @@ _RESPONSES = (
     _works(
         "cache_salt",
         "as in a chat; a response that goes on with another one does not have its",
-        {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_CACHE_SALT},
+        _SALT,
         RESPONSES,
     ),
     _works(
@@ -193,6 +195,7 @@ _RESPONSES = (
     *_rest("ignored", "", RESPONSES, "prompt_cache_options", "background_options"),
 )
 _MESSAGES = (
+    _works("cache_salt", "as in a chat", _SALT, MESSAGES),
     _works(
         "messages",
         "roles user, assistant, system; text, or blocks: `text`, `tool_use`, `tool_result` (of text), `thinking` (not "

@@ -219,9 +219,15 @@ class Generation:
     """One prompt's request over all its attempts. `close` on every path."""
 
     def __init__(
-        self, work: Work, backend: Backend, inbox: Inbox[Item], told: Callable[[], bool] = lambda: False
+        self,
+        work: Work,
+        backend: Backend,
+        inbox: Inbox[Item],
+        told: Callable[[], bool] = lambda: False,
+        placed: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`told`: whether the client has something of this or another prompt of the same answer, if only a promise."""
+        """`told`: whether the client has something of this or another prompt of the same answer, if only a promise;
+        `placed`: whether a prompt of it has had an attempt."""
         self.work = work
         self.plan = worker_pb2.Plan()
         """The latest plan that a worker accepted."""
@@ -238,6 +244,7 @@ class Generation:
         self._legs: dict[int, Leg] = {}
         self._exclude: set[str] = set()
         self._told = told
+        self._placed = placed
         self._away_s = AWAY_S if work.turn is None else LONG_AWAY_S
         self._mending = asyncio.Lock()
         if work.turn is not None:
@@ -576,6 +583,7 @@ class Generation:
                 model=backend.card.model,
                 tenant=work.prompt.tenant,
                 batch=work.turn is not None,
+                parted=backend.prompts.parted(work.prompt),
             ),
             plan=plan,
             fallback=backend.fallback,
@@ -632,8 +640,10 @@ class Generation:
 
     @property
     def _refusable(self) -> bool:
-        """Whether it may be refused for coming late. Not what was taken once, or promised; the batch lane waits."""
-        return not self.attempts and self.work.turn is None and not self._told()
+        """Whether it may be refused for coming late. Not what was taken once, or promised; the batch lane waits. The
+        first prompt of an answer decides for all: the others wait for it, or behind it."""
+        placed = bool(self.attempts) or self._placed()
+        return not placed and self.work.turn is None and not self._told()
 
     def _settle(self, attempt: int) -> None:
         """End a leg whose choices have all ended; the worker is told when it would go on."""

@@ -210,7 +210,7 @@ def count_call(call: Call, metrics: FrontendMetrics) -> None:
     usage, story = call.usage(), call.story()
     metrics.prompt_tokens.inc(usage.prompt_tokens)
     metrics.output_tokens.inc(usage.completion_tokens)
-    if call.tenant:  # as many as there are names in the file of keys
+    if call.tenant and call.finished:  # as many as there are names in the file of keys
         kinds = {"prompt": usage.prompt_tokens, "cached": story["cached_tokens"], "output": usage.completion_tokens}
         for kind, tokens in kinds.items():
             metrics.tenant_tokens.labels(call.tenant, kind).inc(tokens)

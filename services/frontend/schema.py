@@ -25,6 +25,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_CACHE_SALT = 512
 """Characters."""
+USE_SALT = "is not supported here; 'cache_salt' is the same"
+"""Why SGLang's `extra_key` is refused outside its own endpoint."""
 _NOT_IN_CHAT = ("audio", "web_search_options", "echo", "documents", "chat_template")
 _NEVER = (
     "use_beam_search", "prompt_logprobs", "allowed_token_ids", "bad_words", "logits_processors",
@@ -195,6 +197,7 @@ def read_options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> 
     """What chat and completions have in common. Raises BatonError(INVALID_REQUEST) with the field at fault."""
     for name in _NEVER:
         fields.refuse(name)
+    fields.refuse("extra_key", why=USE_SALT)
     huge = (1 << 63) - 1
     stream = fields.boolean("stream")
     usage = fields.object("stream_options")
@@ -237,8 +240,15 @@ def read_options(fields: Fields, *, logprobs: int | None, least_tokens: int) -> 
         token_ids=fields.boolean("return_token_ids"),
         structure=read_structure(fields.raw),
         budget=budget,
-        cache_salt=_cache_salt(fields.raw.get("cache_salt")),
+        cache_salt=read_salt(fields.raw.get("cache_salt")),
     )
+
+
+def read_salt(value: Any, name: str = "cache_salt") -> str:
+    """What parts a request's KV from others'; "": nothing. Raises BatonError(INVALID_REQUEST) with the field `name`."""
+    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_CACHE_SALT):
+        raise invalid(f"'{name}' must be a string of 1 to {MAX_CACHE_SALT} characters.", name)
+    return value or ""
 
 
 def _usage_wish(options: Mapping[str, Any], name: str) -> bool:
@@ -255,12 +265,6 @@ def _stop(value: Any) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid(f"'stop' takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters.", "stop")
     return tuple(dict.fromkeys(stops))
-
-
-def _cache_salt(value: Any) -> str:
-    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_CACHE_SALT):
-        raise invalid(f"'cache_salt' must be a string of 1 to {MAX_CACHE_SALT} characters.", "cache_salt")
-    return value or ""
 
 
 def _stop_ids(fields: Fields) -> tuple[int, ...]:

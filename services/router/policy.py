@@ -99,6 +99,8 @@ class Refusal:
 
     reason: Reason
     message: str
+    late: bool = False
+    """For the limit of the first token alone: among more workers there may be one in time."""
 
 
 def _barred(worker: WorkerState, ask: Ask) -> str:
@@ -245,14 +247,14 @@ def choose(found: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Choi
         allowed = [c for c in allowed if _fits(c.mode, ask)]
     if ask.merged_only and any(c.mode is WHOLE for c in allowed):
         allowed = [c for c in allowed if c.mode is WHOLE]
-    winner = _best(allowed, ask, parameters)
+    in_time = [c for c in allowed if c.ttft <= ask.ttft_slo_s] if ask.ttft_slo_s else allowed
+    winner = _best(in_time, ask, parameters)
     if winner is None:
-        return _refusal(found, ask)
-    if ask.ttft_slo_s and min(c.ttft for c in allowed) > ask.ttft_slo_s:
+        if not allowed:
+            return _refusal(found, ask)
         soonest = min(c.ttft for c in allowed)
-        return Refusal(
-            Reason.NO_CAPACITY, f"first token in {soonest:.2f} s at the soonest, {ask.ttft_slo_s:.2f} s asked"
-        )
+        late = f"first token in {soonest:.2f} s at the soonest, {ask.ttft_slo_s:.2f} s asked"
+        return Refusal(Reason.NO_CAPACITY, late, late=True)
     return Choice(
         winner,
         _alternate(allowed, winner, ask, parameters),

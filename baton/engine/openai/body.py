@@ -20,9 +20,17 @@ NEXT_CHOICE = 0x9E3779B1
 
 
 def completion(
-    model: str, prompt: str | Sequence[int], sampling: SamplingParams, dialect: Dialect, *, emitted: int, choice: int
+    model: str,
+    prompt: str | Sequence[int],
+    sampling: SamplingParams,
+    dialect: Dialect,
+    *,
+    emitted: int,
+    choice: int,
+    salt: str = "",
 ) -> dict[str, Any]:
-    """The body; `emitted` tokens of the budget are spent. Each choice is a request of its own, with its own seed."""
+    """The body; `emitted` tokens of the budget are spent. Each choice is a request of its own, with its own seed.
+    `salt` parts the server's prefix cache where the server can do that."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -51,4 +59,6 @@ def completion(
     for need, value in values.items():
         if need in dialect.fields:
             body[dialect.fields[need]] = value
+    if salt and dialect.salt:
+        body[dialect.salt] = salt
     return {**body, **dialect.always}

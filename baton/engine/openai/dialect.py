@@ -17,7 +17,7 @@ from baton.engine import needs
 class Dialect:
     """`fields`: need -> the server's name for it. `owners`: how `/v1/models` names the owner (in lower case, as its
     beginning), by which the dialect is known. `all_tokens` is the `top_k` that means all of them, `top_p_one` whether a
-    `top_p` of 1 may be said, `always` what is said in every request."""
+    `top_p` of 1 may be said, `always` what is said in every request, `salt` how it calls what parts its cache."""
 
     name: str
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -25,6 +25,7 @@ class Dialect:
     all_tokens: int = 0
     top_p_one: bool = True
     always: Mapping[str, object] = field(default_factory=dict)
+    salt: str = ""
 
     @property
     def lacks(self) -> frozenset[str]:
@@ -48,7 +49,7 @@ _LLAMA = _COMMON | {needs.REPETITION_PENALTY: "repeat_penalty"}
 OPENAI = Dialect("openai", _STANDARD)
 DIALECTS: tuple[Dialect, ...] = (
     OPENAI,
-    Dialect("vllm", _ALL, ("vllm",), all_tokens=-1),
+    Dialect("vllm", _ALL, ("vllm",), all_tokens=-1, salt="cache_salt"),
     Dialect("sglang", _ALL, ("sglang",), all_tokens=-1),
     Dialect("tensorrt-llm", _ALL, ("tensorrt_llm", "tensorrt-llm")),
     # Its penalties look at the last 64 tokens unless told otherwise; ours at all of them.

@@ -44,6 +44,8 @@ class Runs:
         self._running = 0
         self._prompts = 0
         """Tokens of prompts whose first token has not come."""
+        self._parted = False
+        """A request with a tenant or a salt was here: what the server has cached is no longer everybody's to know."""
 
     def stats(self) -> EngineStats:
         """Load, totals and rates."""
@@ -63,14 +65,16 @@ class Runs:
         if left <= 0:
             yield TokenEvent(request.uid, request.attempt, choice, 0, finish=FinishReason.LENGTH, text="")
             return
-        joined = self._joined
+        joined, self._parted = self._joined, self._parted or request.parted
         stream = ChoiceStream(request.uid, request.attempt, choice, left)
         with contextlib.ExitStack() as ahead:
             ahead.enter_context(self._prompt_ahead(tokens))
             async with self._place():
                 prompt = as_upstream_takes(self._tokenizer, joined.form, request.prompt_ids, request.emitted_ids)
                 sampling, model = request.sampling, self._upstream.model
-                body = completion(model, prompt, sampling, joined.dialect, emitted=emitted, choice=choice)
+                # The root is a digest: it tells the server neither the tenant nor the salt.
+                salt = request.key_root.hex() if request.parted else ""
+                body = completion(model, prompt, sampling, joined.dialect, emitted=emitted, choice=choice, salt=salt)
                 began = time.monotonic()
                 options = self._options
                 async with (
@@ -82,7 +86,7 @@ class Runs:
                         ahead.close()
                         if event.finish is not None:
                             self._learn(stream, tokens, began)
-                        yield event
+                        yield replace(event, cached_tokens=0) if self._parted else event
 
     def _learn(self, stream: ChoiceStream, tokens: int, began: float) -> None:
         cached, now = min(stream.cached_tokens, tokens), time.monotonic()

@@ -16,12 +16,12 @@ from services.frontend.anthropic.messages import read_chat, read_system
 from services.frontend.anthropic.tools import read_message_tools
 from services.frontend.errors import invalid
 from services.frontend.fields import Fields
-from services.frontend.schema import ChatBody, Options, model_of, read_options
+from services.frontend.schema import USE_SALT, ChatBody, Options, model_of, read_options
 from services.frontend.structure import Structure
 
 SAMPLING = (
     "stream", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
+    "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "cache_salt",
 )  # fmt: skip
 """Fields that are what they are in a chat; Anthropic itself has the first three."""
 LEAST_THOUGHT = 1024
@@ -55,6 +55,7 @@ def read_message(raw: Mapping[str, Any], vocab_size: int, *, count: bool = False
     fields = Fields(raw, vocab_size)
     for name in _NEVER:
         fields.refuse(name)
+    fields.refuse("extra_key", why=USE_SALT)
     options = _options(fields, count)
     messages = read_chat(raw.get("messages"))
     continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")

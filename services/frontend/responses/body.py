@@ -16,7 +16,7 @@ from services.frontend.fields import Fields
 from services.frontend.responses.items import messages_of, read_input
 from services.frontend.responses.refer import Earlier, check_once, read_earlier, references
 from services.frontend.responses.tools import read_response_tools, told_tools
-from services.frontend.schema import ChatBody, Options, model_of, read_options
+from services.frontend.schema import USE_SALT, ChatBody, Options, model_of, read_options
 from services.frontend.structure import ANY_OBJECT, NAME, Structure
 
 SAMPLING = (
@@ -78,6 +78,7 @@ def read_response(raw: Mapping[str, Any], vocab_size: int, earlier: bytes | None
     fields = Fields(raw, vocab_size)
     for name in _NEVER:
         fields.refuse(name)
+    fields.refuse("extra_key", why=USE_SALT)
     wanted, top = _logprobs(fields)
     options = _options(fields, top if wanted else None)
     previous = _string(raw, "previous_response_id")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from baton.errors import BatonError
 from services.frontend.errors import invalid
 from services.frontend.fields import Fields
-from services.frontend.schema import MAX_OUTPUTS, Options, read_options
+from services.frontend.schema import MAX_OUTPUTS, Options, read_options, read_salt
 
 DEFAULT_TOKENS = 128
 MAX_TOP = 128
@@ -76,6 +76,7 @@ def read_generate(raw: Mapping[str, Any], vocab_size: int) -> GenerateBody:
     wanted = _each(raw, "return_logprob", count, bool, False)
     tops = [_within(top, "top_logprobs_num", 0, MAX_TOP) for top in _each(raw, "top_logprobs_num", count, int, 0)]
     starts = _each(raw, "logprob_start_len", count, int, -1)
+    salts = _salts(raw, count)
     options, told = [], []
     for i, given in enumerate(_each(raw, "sampling_params", count, dict, {})):
         one = _options(given, vocab_size, stream=stream, logprobs=tops[i] if wanted[i] else None)
@@ -85,7 +86,7 @@ def read_generate(raw: Mapping[str, Any], vocab_size: int) -> GenerateBody:
         # Without an output there is nothing else to tell.
         start = 0 if start < 0 and one.max_tokens == 0 else start
         told.append(start if wanted[i] else -1)
-        options.append(one)
+        options.append(replace(one, cache_salt=salts[i]))
     if len({one.n for one in options}) > 1:
         raise invalid("'sampling_params.n' must be the same for all prompts.", "sampling_params.n")
     if count * options[0].n > MAX_OUTPUTS:
@@ -172,6 +173,15 @@ def _each(raw: Mapping[str, Any], name: str, count: int, kind: type, default: An
         word = {bool: "true or false", int: "an integer", dict: "an object"}[kind]
         raise invalid(f"'{name}' must be {word}, or a list of such, one for each prompt.", name)
     return values
+
+
+def _salts(raw: Mapping[str, Any], count: int) -> list[str]:
+    """What parts each prompt's KV from others': SGLang calls it `extra_key` here, and `cache_salt` in chats."""
+    key, salt = raw.get("extra_key"), raw.get("cache_salt")
+    if key is not None and salt is not None:
+        raise invalid("'extra_key' and 'cache_salt' are the same: give one of them.", "extra_key")
+    name = "cache_salt" if key is None else "extra_key"
+    return [read_salt(one, name) for one in _each(raw, name, count, object, None)]
 
 
 def _within(value: int, name: str, low: int, high: int) -> int:

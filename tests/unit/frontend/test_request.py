@@ -98,6 +98,9 @@ class Peers:
     def extended(self, prompt: Prompt, emitted: Sequence[int]) -> tuple[bytes, ...]:
         return ()
 
+    def parted(self, prompt: Prompt) -> bool:
+        return False
+
 
 class Places:
     """A turn of the batch lane that has a place for whoever asks, until it is told to take it away."""

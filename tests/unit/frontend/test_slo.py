@@ -74,3 +74,18 @@ async def test_an_explanation_says_who_would_be_refused(model: Model) -> None:
             answer = await http.post("/v1/baton/explain", json={"model": model.name, "prompt": "hi"})
         assert answer.status_code == 200
         assert [request.ttft_slo_s for request in stack.router.explained] == [SLO_S]
+
+
+@pytest.mark.parametrize("url", ["/v1/completions", "/generate"])
+async def test_of_several_prompts_the_first_decides(model: Model, url: str) -> None:
+    """The others see what the first has been promised: on an idle fleet, too, one of them would come too late."""
+    bodies = {"/v1/completions": {"prompt": [TEXT] * 9, "n": 2}, "/generate": {"text": [TEXT] * 9}}
+    async with running(model, ScriptedWorker("merged-1", says(model)), ttft_slo_s=SLO_S) as stack:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=HANG_S, trust_env=False) as http:
+            answer = await http.post(url, json={"model": model.name, **bodies[url]})
+            assert answer.status_code == 200
+            assert told(stack) == [(0, SLO_S)] + 8 * [(0, 0.0)]
+            stack.router.refusal = LATE
+            answer = await http.post(url, json={"model": model.name, **bodies[url]})
+        assert answer.status_code == 429
+        assert told(stack)[9:] == [(0, SLO_S)]

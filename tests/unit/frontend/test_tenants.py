@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Reason
 from baton.kv.keys import block_keys
 from baton.model.card import Model
 from baton.v1 import worker_pb2
@@ -34,7 +34,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HI, "max_tokens": 64},
     "/generate": {"text": LONG, "sampling_params": {"temperature": 0}},
 }
-SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -117,15 +116,42 @@ async def test_tenants_share_no_key(stack: Stack, model: Model, url: str) -> Non
     assert nobody.prompt_ids == a.prompt_ids == b.prompt_ids
 
 
-@pytest.mark.parametrize("url", SALTED)
+@pytest.mark.parametrize("url", BODIES)
 async def test_a_salt_parts_the_requests_of_one_tenant(stack: Stack, url: str) -> None:
     owners = [(NOBODY, None), (NOBODY, "x"), (NOBODY, "4:acme:"), (A, None), (A, "x"), (A, "y"), (B, "x")]
     roots = [(await asked(stack, url, key, cache_salt=salt)).key_root for key, salt in owners]
     assert len(set(roots)) == len(owners)
     assert (await asked(stack, url, A, cache_salt="x")).key_root == roots[4]
-    for bad in ("", "x" * 513, 5, ["x"], {}):
+    for bad in ("", "x" * 513, 5, ["x", "y"], {}):
         answer = await post(stack, url, A, cache_salt=bad)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt"), bad
+
+
+async def test_sglangs_name_of_a_salt_is_the_same(stack: Stack, model: Model) -> None:
+    (named, salted, plain) = [
+        await asked(stack, "/generate", A, **given) for given in ({"extra_key": "x"}, {"cache_salt": "x"}, {})
+    ]
+    assert named.key_root == salted.key_root == model.key_root(salt=Owner("acme", "x").salt) != plain.key_root
+    answer = await post(stack, "/generate", A, text=[LONG, LONG], extra_key=["x", None])
+    assert answer.status_code == 200
+    roots = {attempt.message.key_root for attempt in stack.workers[0].attempts[-2:]}
+    assert roots == {named.key_root, plain.key_root}
+    for bad in ({"extra_key": ""}, {"extra_key": ["x", "y"]}, {"extra_key": 5}, {"extra_key": "x", "cache_salt": "x"}):
+        answer = await post(stack, "/generate", A, **bad)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "extra_key"), bad
+
+
+@pytest.mark.parametrize("url", [url for url in BODIES if url != "/generate"])
+async def test_elsewhere_sglangs_name_of_a_salt_is_refused(stack: Stack, url: str) -> None:
+    answer = await post(stack, url, A, extra_key="x")
+    assert answer.status_code == 400
+    assert "'cache_salt'" in answer.json()["error"]["message"]
+
+
+async def test_workers_are_told_who_shares_no_cache(stack: Stack) -> None:
+    owners = [(NOBODY, None), (NOBODY, "x"), (A, None), (A, "x")]
+    parted = [(await asked(stack, "/v1/completions", key, cache_salt=salt)).parted for key, salt in owners]
+    assert parted == [False, True, True, True]
 
 
 async def test_a_resume_goes_on_in_the_same_keys(model: Model, path: Path) -> None:
@@ -169,6 +195,15 @@ async def test_tokens_of_named_tenants_are_counted(stack: Stack, model: Model) -
     assert stack.count("tenant_tokens", tenant="acme", kind="output") == 2 * tokens
     samples = [s for family in stack.metrics.tenant_tokens.collect() for s in family.samples]
     assert {s.labels["tenant"] for s in samples} == {"acme"}
+
+
+async def test_tokens_of_what_was_refused_are_not_counted(stack: Stack) -> None:
+    stack.router.refusal = BatonError(Reason.NO_CAPACITY, "full")
+    assert (await post(stack, "/v1/completions", A)).status_code == 429
+    assert stack.count("tenant_tokens", tenant="acme", kind="prompt") == 0
+    stack.router.refusal = None
+    ids = (await asked(stack, "/v1/completions", A)).prompt_ids
+    assert stack.count("tenant_tokens", tenant="acme", kind="prompt") == len(ids)
 
 
 # ---- what stays

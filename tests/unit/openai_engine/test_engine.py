@@ -110,9 +110,17 @@ class Client:
             await self._task
 
 
-def request(uid: str, *, choices: tuple[int, ...] = (0,), emitted: tuple[int, ...] = (), **sampling: Any) -> Request:
+def request(
+    uid: str,
+    *,
+    choices: tuple[int, ...] = (0,),
+    emitted: tuple[int, ...] = (),
+    root: bytes = bytes(16),
+    parted: bool = False,
+    **sampling: Any,
+) -> Request:
     params = SamplingParams(**{"max_tokens": 16, "seed": 3, "temperature": 0.0} | sampling)
-    return Request(uid, 1, PROMPT, params, bytes(16), time.time() + HANG_S, choices, emitted)
+    return Request(uid, 1, PROMPT, params, root, time.time() + HANG_S, choices, emitted, parted=parted)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -136,6 +144,25 @@ async def running(model: Model, script: Script = hello, **options: Any) -> Async
 
 
 # ---- what comes
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "llama.cpp"])
+async def test_what_one_asked_is_not_told_to_another(model: Model, dialect: str) -> None:
+    """The server's cache is everybody's. One that can part it is told how; nobody is told of its hits."""
+
+    async def script(asked: Asked) -> None:
+        await asked.begin()
+        await asked.text("a", "stop")
+        await asked.usage(1, prompt=40, cached=32)
+        await asked.event("[DONE]")
+
+    root = b"a digest of both"
+    async with running(model, script, dialect=dialect) as one:
+        assert (await one.complete("nobody's")).cached == 32
+        assert (await one.complete("a tenant's", parted=True, root=root)).cached == 0
+        assert (await one.complete("nobody's, later")).cached == 0, "what it finds may be the tenant's"
+        salts = [asked.body.get("cache_salt") for asked in one.upstream.asked]
+        assert salts == [None, root.hex() if dialect == "vllm" else None, None]
 
 
 async def test_text_comes_as_it_is_sent_and_is_counted_by_the_server(model: Model) -> None:

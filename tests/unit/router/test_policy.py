@@ -307,6 +307,23 @@ def test_an_unreachable_slo_is_refused_early() -> None:
     assert isinstance(decide(fleet(), ask(1000, ttft_slo_s=2.1)), Choice)
 
 
+def test_with_an_slo_the_winner_is_the_cheapest_in_time() -> None:
+    slow = worker(Role.MERGED, 0, prefill_tok_s=400.0)  # 0.8 s to the first token, and nobody waits meanwhile
+    busy = worker(Role.MERGED, 1, streams=10)  # 0.64 s, in which ten streams stand still
+    busier = worker(Role.MERGED, 2, streams=20)
+
+    def winner(**changes: float) -> str:
+        choice = decide([slow, busier, busy], ask(320, **changes))
+        assert isinstance(choice, Choice), choice
+        return choice.winner.worker.id
+
+    assert winner() == winner(ttft_slo_s=2.0) == slow.id
+    assert winner(ttft_slo_s=0.75) == busy.id
+    refusal = decide([slow, busy], ask(320, ttft_slo_s=0.5))
+    assert isinstance(refusal, Refusal)
+    assert refusal.late
+
+
 def test_only_equal_layouts_pair() -> None:
     other = worker(Role.DECODE, 1, fingerprint="other")
     found = candidates([worker(Role.PREFILL), worker(Role.DECODE), other], ask(200), rate, P)

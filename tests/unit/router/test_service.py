@@ -141,6 +141,23 @@ async def test_a_refusal_reserves_nothing_and_is_counted(face: Face) -> None:
     assert face.counted("baton_router_refusals_total", reason="CONTEXT_LENGTH_EXCEEDED") == 1
 
 
+async def test_nobody_is_refused_for_a_limit_that_one_of_many_keeps(face: Face) -> None:
+    slow = registry_pb2.Rates(prefill_tok_s=400, decode_step_s=0.03)
+    for number in range(Parameters().whole + 4):
+        face.add(f"slow-{number}", MERGED, model="many", rates=slow)
+    face.add("busy", MERGED, model="many")  # the first token sooner, for the price of those who stream there
+    face.reservations.take("others", 0, {"busy": Held(0.0, 6, 0)}, face.now)
+    free = (await face.route(model="many")).plan
+    assert free.worker.id != "busy"
+    explained = await face.explain(model="many", ttft_slo_s=0.7)
+    limited = await face.route(model="many", ttft_slo_s=0.7)
+    assert limited.plan.worker.id == explained.plan.worker.id == "busy"
+    assert limited.plan.predicted_ms["ttft"] <= 700
+    late = await face.route(model="many", ttft_slo_s=0.3)
+    assert late.failure.reason == "NO_CAPACITY"
+    assert "0.30 s asked" in late.failure.message
+
+
 async def test_an_unknown_model_and_a_model_without_workers(face: Face) -> None:
     assert (await face.route(model="nobody")).failure.reason == "MODEL_NOT_FOUND"
     face.workers.card_stands("nobody", registry_pb2.ModelCard(model="nobody"))
