@@ -17,7 +17,7 @@ def authorization() -> dict[str, str]:
     if not path:
         return {}
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, ValueError) as error:
         raise CliError(f"BATON_API_KEYS_FILE: {error}", "name the file that the frontend was started with") from error
     for line in lines:

@@ -34,7 +34,16 @@ Where = Annotated[
     str,
     typer.Option("--store", help="A name or id of `baton status`, or host:port. Left out: the one that runs here."),
 ]
-Tenant = Annotated[str, typer.Option(help="Only this tenant's blocks. Left out: everybody's.")]
+
+
+def _named(tenant: str | None) -> str | None:
+    """An unset variable of a shell must not mean everybody."""
+    if tenant == "":
+        raise typer.BadParameter("it is empty; leave it out for everybody's blocks")
+    return tenant
+
+
+Tenant = Annotated[str | None, typer.Option(callback=_named, help="Only this tenant's blocks. Left out: everybody's.")]
 
 
 @app.command()
@@ -67,13 +76,13 @@ def stats(store: Where = "", as_json: Json = False) -> None:
 
 @app.command("ls")
 def list_blocks(
-    tenant: Tenant = "",
+    tenant: Tenant = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show at most so many blocks.")] = 50,
     store: Where = "",
     as_json: Json = False,
 ) -> None:
     """List blocks: key, tenant, tiers, pins, how long unused, how long they have left."""
-    blocks, total = ask(_address(store), lambda channel: _list(channel, tenant, None if as_json else limit))
+    blocks, total = ask(_address(store), lambda channel: _list(channel, tenant or "", None if as_json else limit))
     if as_json:
         print_json(
             [
@@ -101,13 +110,13 @@ def list_blocks(
 
 @app.command()
 def clear(
-    tenant: Tenant = "",
+    tenant: Tenant = None,
     fingerprint: Annotated[str, typer.Option(help="Only if the blocks have this layout.")] = "",
     store: Where = "",
     as_json: Json = False,
 ) -> None:
     """Forget every block, in every tier. What is being read stays readable to who reads it."""
-    request = pb.ClearRequest(tenant=tenant, fingerprint=fingerprint)
+    request = pb.ClearRequest(tenant=tenant or "", fingerprint=fingerprint)
     reply = ask(_address(store), lambda channel: _stub(channel).Clear(request, timeout=CLEAR_S))
     if as_json:
         print_json({"dropped": reply.dropped, "unfinished": reply.unfinished})

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from baton.cli import kv, sglang
 from baton.cli.again import me, up_again
+from baton.cli.api_key import authorization
 from baton.cli.errors import CliError
 from baton.cli.home import HOME, Home, find_home, project_root
 from baton.cli.model import app as model_app
@@ -167,9 +168,11 @@ def up(
         return
     first = "already running" if running.already else f"up in {seconds(running.seconds)}"
     body = json.dumps({"model": running.model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    # The key itself is not for a terminal's history.
+    key = '    -H "authorization: Bearer $KEY" \\\n' if authorization() else ""
     out.print(f"[green]●[/] {first}: [bold]{running.url}/v1[/]  model [bold]{running.model}[/]")
     out.print(
-        f"\n  curl -N {running.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"\n  curl -N {running.url}/v1/chat/completions -H 'content-type: application/json' \\\n{key}"
         f"    -d '{body[:-1]}, \"stream\": true}}'\n",
         markup=False,
         soft_wrap=True,

@@ -13,7 +13,7 @@ TERMS = {
     "prefill": "computing the part of the prompt that is not cached",
     "load": "reading the part of it that the KV store has",
     "transfer": "handing its KV over from the prefill to the decode worker",
-    "stall": "how long streams that run there already stand still or are slowed while it is computed, weighted",
+    "stall": "how long streams there, and one that may join, stand still or are slowed while it is computed, weighted",
     "batch": "what the other streams there add to the steps of this one, and it to theirs",
     "interference": "how long later prompts there will hold this stream up, and it prompts of workers on its core",
     "waking": "what the first stream on a resting core costs the streams on other cores of the host",

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
+import stat
 import time
 from pathlib import Path
 
@@ -27,6 +29,7 @@ RECHECK_S = 1.0
 MAX_FILE_BYTES = 1 << 20
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A tenant's name: what a store's quotas, its records and a label of a metric can have."""
+WORD = re.compile(r"[^ \t\r]+")
 SCOPE_KEY = "baton.tenant"
 
 _log = structlog.get_logger()
@@ -82,19 +85,23 @@ class ApiKeys:
     def _look(self) -> tuple[int, int, int] | None:
         """What changes with the file; None while it is not there (it is being replaced, or lost)."""
         try:
-            stat = self._path.stat()
+            seen = self._path.stat()
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return seen.st_mtime_ns, seen.st_size, seen.st_ino
 
     def _read(self) -> dict[bytes, str]:
-        with self._path.open("rb") as file:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer, and everybody with it.
+        with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is no file")
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"the file is larger than {MAX_FILE_BYTES} bytes")
         known: dict[bytes, str] = {}
-        for number, line in enumerate(data.decode().splitlines(), 1):
-            key, *rest = line.split() or [""]
+        # Not `splitlines`: to it U+2028 and the like end a line too, and what follows one in a comment would be a key.
+        for number, line in enumerate(data.decode("utf-8-sig").split("\n"), 1):
+            key, *rest = WORD.findall(line) or [""]
             if not key or key.startswith("#"):
                 continue
             if len(rest) > 1 or not all(map(TENANT.fullmatch, rest)):

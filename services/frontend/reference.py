@@ -223,7 +223,7 @@ FIELDS = (
     *_rest("refused", "use `return_token_ids`", "return_tokens_as_token_ids"),
     _works(
         "cache_salt",
-        f"up to {MAX_CACHE_SALT} characters: KV is shared only with requests of the same tenant that have the same one",
+        f"1 to {MAX_CACHE_SALT} characters: KV is shared only with requests of the same tenant that have the same one",
         {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_CACHE_SALT},
     ),
     *_rest("refused", "use `cache_salt`", "extra_key"),

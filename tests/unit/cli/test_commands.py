@@ -226,3 +226,11 @@ def test_options_and_flags_agree() -> None:
         if name == "settings":  # of the environment
             continue
         assert flags[name] == (value if name != "cores" else ""), name
+
+
+@pytest.mark.parametrize("command", ["ls", "clear"])
+def test_an_empty_tenant_is_not_everybody(home: Home, command: str) -> None:
+    """`--tenant "$UNSET"`."""
+    result = CliRunner().invoke(app, ["kv", command, "--tenant", "", "--store", "127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert "it is empty" in result.stderr

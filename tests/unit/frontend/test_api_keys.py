@@ -71,6 +71,21 @@ def test_the_file_is_followed_and_a_slip_changes_nothing(path: Path) -> None:
     assert (allowed(keys, f"Bearer {OTHER}"), allowed(keys, f"Bearer {GOOD}")) == (True, True)
 
 
+def test_what_is_no_file_does_not_hold_anybody_up(path: Path) -> None:
+    keys = ApiKeys(path)
+    path.unlink()
+    os.mkfifo(path)
+    assert allowed(keys, f"Bearer {GOOD}")
+
+
+@pytest.mark.parametrize("end", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
+def test_only_a_line_feed_ends_a_line(path: Path, end: str) -> None:
+    path.write_text(f"\ufeff{GOOD}\r\n# not{end}sk-commented acme\n", encoding="utf-8")
+    keys = ApiKeys(path)
+    assert allowed(keys, f"Bearer {GOOD}"), "the mark of UTF-8 is no part of a key"
+    assert not allowed(keys, "Bearer sk-commented")
+
+
 @pytest.mark.parametrize("content", [None, b"", b"# none\n", b"\xff"])
 def test_without_a_key_in_it_nobody_starts(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "keys"
