@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.cli.ports import free_port
 from baton.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.etcd import EtcdServer
+from tests.stopping import stop
 from tests.worker_process import WorkerProcess
 
 SERVED = "smollm2-135m-instruct"
@@ -142,12 +143,12 @@ class Stack:
         """SIGSTOP the process and its engine: its ports stay open, nothing answers."""
         process = psutil.Process(self.processes[name].process.pid)
         for one in (process, *process.children(recursive=True)):
-            one.suspend()
+            stop(one.pid)
 
     def stop_engine(self, name: str) -> None:
         """SIGSTOP the engine alone: the worker's server lives and answers."""
         for engine in psutil.Process(self.processes[name].process.pid).children(recursive=True):
-            engine.suspend()
+            stop(engine.pid)
 
     def cont(self, name: str) -> None:
         """SIGCONT; nothing when it has ended."""

@@ -22,6 +22,7 @@ from services.frontend.asked import Api, Asked, Reading, Unread, pack, unpack
 from services.frontend.gate import Gate
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.reader import LARGE_BYTES, BodyReader
+from tests.stopping import stop
 from tests.unit.frontend.peers import HANG_S, ScriptedWorker, running, until
 from tests.unit.frontend.test_failures import post, says
 
@@ -206,7 +207,7 @@ async def test_who_goes_away_costs_the_next_one_no_new_process(reader: BodyReade
     good = body(model, LARGE_BYTES, prompt="hi")
     first = await reader.read(Unread(good, TEXT, LIMIT))
     child = _child(reader)
-    os.kill(child, signal.SIGSTOP)  # so that it is in the middle of one when that goes away
+    stop(child)  # so that it is in the middle of one when that goes away
     large = body(model, 8 * MIB, prompt="gone")
     task = asyncio.create_task(reader.read(Unread(large, TEXT, LIMIT)))
     await until(lambda: reader._process._turn.locked())
@@ -226,7 +227,7 @@ async def test_a_body_that_nobody_waits_for_holds_up_the_next_for_a_bounded_time
     good = body(model, LARGE_BYTES, prompt="hi")
     first = await reader.read(Unread(good, TEXT, LIMIT))
     child = _child(reader)
-    os.kill(child, signal.SIGSTOP)  # as slow as can be
+    stop(child)  # as slow as can be
     task = asyncio.create_task(reader.read(Unread(good, TEXT, LIMIT)))
     await until(lambda: reader._process._turn.locked())
     task.cancel()

@@ -18,6 +18,7 @@ from baton.engine.progress import stuck
 from baton.engine.torch import host
 from baton.engine.torch.host import TorchEngine
 from baton.errors import BatonError, Reason
+from tests.stopping import stop
 from tests.unit.torch_engine.client import HANG_S, ArenaReader, Client, request
 from tests.unit.torch_engine.conftest import make_engine
 
@@ -105,7 +106,7 @@ async def test_stopped_anywhere_it_is_known_to_be_stuck_until_it_moves(tiny_mode
     engine = client.engine
     await engine.start()
     try:
-        os.kill(engine.link.pid, signal.SIGSTOP)
+        stop(engine.link.pid)
         assert not is_stuck(engine), "nobody asked it for anything"
         asking = asyncio.create_task(engine.reserve(request(PROMPT)))
         await until(lambda: is_stuck(engine))

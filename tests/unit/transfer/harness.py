@@ -21,6 +21,7 @@ from baton.transfer.nixl.agent import PACKAGES
 from baton.transfer.nixl.transport import NixlTransport
 from baton.transfer.port import Peer, Transport
 from baton.transfer.tcp.transport import TcpTransport
+from tests.stopping import stop
 from tests.unit.transfer.peer import content
 
 ROOT = Path(__file__).parents[3]
@@ -129,10 +130,7 @@ class Remote:
 
     def stop(self) -> None:
         """SIGSTOP, and wait until it has stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            pass
+        stop(self.process.pid)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
