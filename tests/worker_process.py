@@ -22,6 +22,7 @@ import grpc
 from baton.kv.keys import Namespace
 from baton.v1 import registry_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
+from tests.stopping import stop
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0
@@ -80,8 +81,11 @@ class WorkerProcess:
         raise AssertionError(f"{self.id} not ready:\n{self.log()}")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker process (not its engine child)."""
-        os.kill(self.process.pid, number)
+        """Send a signal to the worker process (not its engine child). After SIGSTOP it stands."""
+        if number == signal.SIGSTOP:
+            stop(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """kill -9."""
