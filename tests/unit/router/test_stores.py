@@ -83,6 +83,14 @@ class Known:
         return self.index.look_up(b"".join(KEYS)).stores.get("s", {})
 
 
+async def told(known: Known, store: ScriptedStore, message: registry_pb2.KvStore) -> None:
+    """The store is registered, watched, and has told of KEYS."""
+    known.stores.registered("s", message)
+    await known.until(lambda: known.stores.usable("s"))
+    store.say(store.update(stored=KEYS))
+    await known.until(known.found)
+
+
 @pytest.fixture
 async def known() -> AsyncIterator[Known]:
     found = Known()
@@ -117,10 +125,7 @@ async def test_what_a_store_measured_of_its_tiers_is_believed(known: Known) -> N
 
 async def test_a_gap_subscribes_again(known: Known) -> None:
     async with scripted() as (store, message):
-        known.stores.registered("s", message)
-        await known.until(lambda: known.stores.usable("s"))
-        store.say(store.update(stored=KEYS))
-        await known.until(known.found)
+        await told(known, store, message)
         store.say(store.update(skip=1, stored=KEYS[:1]))
         await known.until(lambda: store.watches == 2 and known.stores.usable("s"))
         assert known.found() == {}
@@ -128,10 +133,7 @@ async def test_a_gap_subscribes_again(known: Known) -> None:
 
 async def test_a_stream_that_ends_puts_the_store_out_until_it_answers(known: Known) -> None:
     async with scripted() as (store, message):
-        known.stores.registered("s", message)
-        await known.until(lambda: known.stores.usable("s"))
-        store.say(store.update(stored=KEYS))
-        await known.until(known.found)
+        await told(known, store, message)
         store.say(None)
         await known.until(lambda: not known.found())
         await known.until(lambda: known.stores.usable("s"))
@@ -141,10 +143,7 @@ async def test_a_stream_that_ends_puts_the_store_out_until_it_answers(known: Kno
 async def test_a_store_whose_host_is_gone_without_a_word_is_put_out(known: Known) -> None:
     async with scripted() as (store, message), proxy(message.address) as wire:
         message.address = wire.address
-        known.stores.registered("s", message)
-        await known.until(lambda: known.stores.usable("s"))
-        store.say(store.update(stored=KEYS))
-        await known.until(known.found)
+        await told(known, store, message)
         wire.mute()
         await known.until(lambda: known.quarantine.why("s"))
         assert known.found() == {}
@@ -155,10 +154,7 @@ async def test_a_store_whose_host_is_gone_without_a_word_is_put_out(known: Known
 async def test_a_store_that_does_not_say_what_it_promised_is_put_out_until_it_speaks(known: Known) -> None:
     """Its connection is in order and answers pings: its loop is stuck."""
     async with scripted() as (store, message):
-        known.stores.registered("s", message)
-        await known.until(lambda: known.stores.usable("s"))
-        store.say(store.update(stored=KEYS))
-        await known.until(known.found)
+        await told(known, store, message)
         (one,) = known.stores.all()
         assert known.stores.why_not(one) == ""
         store.say(kvstore_pb2.StoreUpdate(epoch=1, alive_s=0.05))
@@ -183,10 +179,7 @@ async def test_another_process_under_the_name_is_not_believed(known: Known) -> N
 
 async def test_a_store_that_leaves_is_forgotten(known: Known) -> None:
     async with scripted() as (store, message):
-        known.stores.registered("s", message)
-        await known.until(lambda: known.stores.usable("s"))
-        store.say(store.update(stored=KEYS))
-        await known.until(known.found)
+        await told(known, store, message)
         known.stores.registered("s", None)
         assert known.found() == {}
         assert list(known.stores.all()) == []
