@@ -253,7 +253,7 @@ def choose(found: Sequence[Candidate], ask: Ask, parameters: Parameters) -> Choi
         if not allowed:
             return _refusal(found, ask)
         soonest = min(c.ttft for c in allowed)
-        late = f"first token in {soonest:.2f} s at the soonest, {ask.ttft_slo_s:.3g} s asked"
+        late = f"first token in {soonest:.2f} s at the soonest, {ask.ttft_slo_s:.2f} s asked"
         return Refusal(Reason.NO_CAPACITY, late, late=True)
     return Choice(
         winner,

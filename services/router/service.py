@@ -211,18 +211,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         def load_time(store: str, tier: str, worker: str, size: float) -> float:
             return self._loads.seconds(store, tier, worker, size, now)
 
-        choice: policy.Choice | policy.Refusal | None = None
-        if not exhaustive:
-            states = fleet.shortlist(ask, load_time)
-            found = policy.candidates(states, ask, self._rates.transfer, self._parameters, load_time=load_time)
-            choice = policy.choose(found, ask, self._parameters)
-        if choice is None or (isinstance(choice, policy.Refusal) and choice.late):
-            # The few are the cheapest, and those in time may be others: nobody is refused for that before all are seen.
-            everyone = fleet.all()
+        # The few are the cheapest, and those in time may be others: nobody is refused for that before all are seen.
+        for everyone in (True,) if exhaustive else (False, True):
+            states = fleet.all() if everyone else fleet.shortlist(ask, load_time)
             found = policy.candidates(
-                everyone, ask, self._rates.transfer, self._parameters, exhaustive=True, load_time=load_time
+                states, ask, self._rates.transfer, self._parameters, exhaustive=everyone, load_time=load_time
             )
             choice = policy.choose(found, ask, self._parameters)
+            if not (isinstance(choice, policy.Refusal) and choice.late):
+                break
         if isinstance(choice, policy.Refusal):
             raise _RefusedError(choice, found)
         return choice, found
