@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
 import grpc
 
 from baton.rpc.limits import CLIENT_OPTIONS
+
+RETIRED_S = 3600.0
+"""No call lasts longer: what is still open on a retired channel then is cancelled."""
+
+
+class Registered(Protocol):
+    """A process that can be called, as the registry has it."""
+
+    @property
+    def address(self) -> str:
+        """Its host:port."""
+
+    @property
+    def epoch(self) -> int:
+        """Another one for each process."""
+
+
+class Followed(Protocol):
+    """A registry's view of one kind."""
+
+    def subscribe(self, callback: Callable[[str, Registered | None], None], /) -> object:
+        """Call with the id and what it is now (None: gone), for each that is there and for each change."""
 
 
 class Channels:
@@ -12,6 +38,7 @@ class Channels:
 
     def __init__(self) -> None:
         self._open: dict[str, grpc.aio.Channel] = {}
+        self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port), opened when first asked for. It connects by itself, lazily."""
@@ -19,6 +46,39 @@ class Channels:
         if channel is None:
             channel = self._open[address] = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
         return channel
+
+    async def connected(self, address: str, within_s: float) -> None:
+        """Wait for a connection to `address`, also when its channel is retired meanwhile. Raises TimeoutError."""
+        async with asyncio.timeout(within_s):
+            while True:
+                channel = self.get(address)
+                try:
+                    return await channel.channel_ready()
+                except grpc.aio.UsageError:
+                    if self._open.get(address) is channel:
+                        raise
+
+    def follow(self, view: Followed) -> None:
+        """Retire what leads to a process that the view says is gone or another one now."""
+        known: dict[str, Registered] = {}
+
+        def changed(id: str, now: Registered | None) -> None:
+            before = known.pop(id, None)
+            if now is not None:
+                known[id] = now
+            if before is not None and (now is None or now.epoch != before.epoch):
+                self.retire(before.address)
+
+        view.subscribe(changed)
+
+    def retire(self, address: str) -> None:
+        """Whoever was at `address` has left, or another process is there now. Who calls next gets a new channel, which
+        connects at once: the old one may be in the pause after attempts that failed. Calls in flight end by themselves.
+        """
+        channel = self._open.pop(address, None)
+        if channel is not None:
+            task = self._retired[channel] = asyncio.create_task(channel.close(RETIRED_S), name=f"retire {address}")
+            task.add_done_callback(lambda _: self._retired.pop(channel, None))
 
     async def drop(self, address: str) -> None:
         """Close the channel to a peer that is gone; calls in flight end as cancelled. No-op for an unknown address."""
@@ -28,5 +88,10 @@ class Channels:
 
     async def close(self) -> None:
         """Close every channel."""
+        retired = dict(self._retired)
+        for task in retired.values():
+            task.cancel()
+        await asyncio.gather(*retired.values(), return_exceptions=True)
+        await asyncio.gather(*(channel.close(None) for channel in retired))
         for address in list(self._open):
             await self.drop(address)

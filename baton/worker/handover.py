@@ -55,8 +55,8 @@ class Handover:
         """
         self._attempt.stage = Stage.PREFILLING
         self._attempt.route.prefill = self.target.id
+        await self._connect()
         channel = self._context.channels.get(self.target.address)
-        await self._connect(channel)
         stub: worker_pb2_grpc.PrefillServiceAsyncStub = worker_pb2_grpc.PrefillServiceStub(channel)
         call = stub.Run(self._run_request(), timeout=remaining_s(self._attempt.request.deadline))
         try:
@@ -80,10 +80,9 @@ class Handover:
             store_tier=plan.store_tier,
         )
 
-    async def _connect(self, channel: grpc.aio.Channel) -> None:
+    async def _connect(self) -> None:
         try:
-            async with Patience(CONNECT_S):
-                await channel.channel_ready()
+            await self._context.channels.connected(self.target.address, CONNECT_S)
         except TimeoutError:
             raise BatonError(
                 Reason.PREFILL_UNAVAILABLE, f"no connection to {self.target.id} at {self.target.address}"

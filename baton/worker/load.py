@@ -71,7 +71,7 @@ class StoreLoader:
         except BatonError as error:
             outcome.reason = error.reason.name
             if error.reason is not Reason.NOT_FOUND:  # what it does not have any more is no failure of the store
-                self._stores.failed(source.target.id)
+                self._stores.failed(source.target.id, source.target.epoch)
             _log.info("store load fell short", uid=reservation.request.uid, store=source.target.id, why=str(error))
         outcome.tokens = max(0, reservation.cached_tokens - have)
         outcome.seconds = time.monotonic() - began

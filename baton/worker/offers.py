@@ -119,7 +119,7 @@ class Offers:
         except (BatonError, TimeoutError) as error:
             reason = error.reason if isinstance(error, BatonError) else Reason.STORE_UNAVAILABLE
             self._dropped(reason.name, len(keys))
-            self._stores.failed(store.id)
+            self._stores.failed(store.id, store.epoch)
             _log.info("offer failed", store=store.id, blocks=len(keys), reason=reason.name, why=str(error))
             return False
         if reply is None:

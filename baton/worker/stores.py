@@ -65,6 +65,7 @@ class Stores:
 
     def follow(self, view: View[registry_pb2.KvStore]) -> None:
         """Mirror the registry from now on, and pair with each store when it appears."""
+        self._channels.follow(view)
         view.subscribe(self.registered)
 
     def registered(self, id: str, store: registry_pb2.KvStore | None) -> None:
@@ -86,8 +87,7 @@ class Stores:
     async def connected(self, address: str, within_s: float) -> None:
         """Wait for the connection. Raises BatonError STORE_UNAVAILABLE."""
         try:
-            async with asyncio.timeout(within_s):
-                await self._channels.get(address).channel_ready()
+            await self._channels.connected(address, within_s)
         except TimeoutError:
             raise BatonError(Reason.STORE_UNAVAILABLE, f"no connection to the store at {address}") from None
 
@@ -118,8 +118,12 @@ class Stores:
         health = self._health.get(id)
         return health is not None and self._clock() < health.resting_until
 
-    def failed(self, id: str) -> None:
-        """The store did not answer, or not with what it should: it rests, each time longer."""
+    def failed(self, id: str, epoch: int) -> None:
+        """The store did not answer, or not with what it should: it rests, each time longer. Not for what an earlier
+        process of that id did."""
+        known = self._known.get(id)
+        if known is not None and known.epoch != epoch:
+            return
         health = self._health.setdefault(id, _Health())
         health.resting_until = self._clock() + min(REST_MOST_S, REST_S * 2.0 ** min(health.failures, 16))
         health.failures += 1

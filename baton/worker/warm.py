@@ -35,6 +35,7 @@ class Warmer:
 
     def follow(self, view: View[registry_pb2.Worker]) -> None:
         """Pair with what is there and with what comes, once for each epoch."""
+        self._context.channels.follow(view)
         view.subscribe(self._on_worker)
 
     def _on_worker(self, id: str, worker: registry_pb2.Worker | None) -> None:
@@ -51,9 +52,8 @@ class Warmer:
         ours = self._context
         try:
             async with self._at_once:
+                await ours.channels.connected(worker.address, CONNECT_S)
                 channel = ours.channels.get(worker.address)
-                async with asyncio.timeout(CONNECT_S):
-                    await channel.channel_ready()
                 stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
                 with ours.transports.lease():  # the prefill reads nothing, but wires up towards us
                     request = pb.PairRequest(peer=ours.peer, fingerprint=ours.fingerprint)

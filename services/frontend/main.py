@@ -66,6 +66,8 @@ async def _serve(process: Process, settings: FrontendSettings) -> None:
     sessions = Sessions(process.id, model.name, channels, background, metrics, lambda worker: router.failed(worker))
     workers = registry.view("workers", registry_pb2.Worker, confirm=sessions.answers)
     routers = registry.view("routers", registry_pb2.Router)
+    channels.follow(workers)
+    channels.follow(routers)
     router = RouterClient(routers, workers, sessions.live(), channels, metrics)
     card = CardKeeper(model.card, registry)
     fallback = worker_pb2.FALLBACK_STRICT if settings.fallback == "strict" else worker_pb2.FALLBACK_AUTO

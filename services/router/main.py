@@ -77,7 +77,9 @@ async def _serve(process: Process, settings: RouterSettings) -> None:
     view = registry.view("workers", registry_pb2.Worker, confirm=workers.answers)
     workers.follow(view, registry.view("models", registry_pb2.ModelCard))
     view.subscribe(lambda id, worker: loads.forget(id) if worker is None else None)
-    stores.follow(registry.view("kvstores", registry_pb2.KvStore))
+    kvstores = registry.view("kvstores", registry_pb2.KvStore)
+    channels.follow(kvstores)
+    stores.follow(kvstores)
     if not await view.synced(SYNC_S):
         _log.warning("ready without the registry: no worker is known yet")
     registration = await registry.register("routers", process.id, _registration(process, address, figures.url))

@@ -205,6 +205,11 @@ class Stack:
         """The end of what a process said."""
         return self.etcd.log() if name == "etcd" else self.processes[name].log()
 
+    def figures(self, name: str, *beginnings: str) -> list[str]:
+        """The lines of a process's metrics that begin so, now."""
+        text = httpx.get(self.processes[name].metrics, timeout=HANG_S, trust_env=False).text
+        return [line for line in text.splitlines() if line.startswith(beginnings)]
+
     def metric(self, name: str, metric: str, **labels: str) -> float:
         """The sum of a metric's samples with these labels, now; 0 without any."""
         text = httpx.get(self.processes[name].metrics, timeout=HANG_S, trust_env=False).text

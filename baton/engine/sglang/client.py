@@ -191,7 +191,7 @@ class StoreClient:
         return store
 
     def _failed(self, store: registry_pb2.KvStore, error: BatonError) -> BatonError:
-        self._known.failed(store.id)
+        self._known.failed(store.id, store.epoch)
         return error
 
     async def _slots(self, most: int, end: float) -> list[int]:

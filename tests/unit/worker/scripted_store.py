@@ -16,6 +16,8 @@ from baton.rpc.server import RpcServer
 from baton.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, registry_pb2, worker_pb2
 from tests.unit.worker.engine import BLOCK, LAYOUT
 
+EPOCH = 5
+
 
 class ScriptedStore(kvstore_pb2_grpc.KvStoreServiceServicer):
     """`keys` are here. `gate` holds answers back; `tail` are what a second, later reply brings."""
@@ -35,11 +37,11 @@ class ScriptedStore(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     def target(self) -> worker_pb2.Target:
         """For a plan."""
-        return worker_pb2.Target(id=self.peer.owner, address=self.address)
+        return worker_pb2.Target(id=self.peer.owner, address=self.address, epoch=EPOCH)
 
     def registration(self, **fields: Any) -> registry_pb2.KvStore:
         """For `Stores.registered`."""
-        return registry_pb2.KvStore(**{"id": self.peer.owner, "epoch": 5, "address": self.address, **fields})
+        return registry_pb2.KvStore(**{"id": self.peer.owner, "epoch": EPOCH, "address": self.address, **fields})
 
     async def Lookup(  # type: ignore[override]
         self, request: kvstore_pb2.LookupRequest, context: grpc.aio.ServicerContext

@@ -14,7 +14,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.offers import BLOCKS, MAX_QUEUED
 from tests.unit.worker.engine import BLOCK, token
 from tests.unit.worker.pair import Pair, pair
-from tests.unit.worker.scripted_store import ScriptedStore, scripted_store
+from tests.unit.worker.scripted_store import EPOCH, ScriptedStore, scripted_store
 
 HANG_S = 20.0
 KEYS = [bytes([n]) * 16 for n in range(100)]
@@ -133,6 +133,23 @@ async def test_a_store_that_fails_rests(workers: Pair, store: ScriptedStore) -> 
     offers.offer(KEYS[:3], "")
     assert dropped(workers, "no_store") == 3
     await until(lambda: dropped(workers, "given_up") == 40 - 12)
+
+
+async def test_what_an_earlier_process_failed_at_is_not_held_against_the_next(
+    workers: Pair, store: ScriptedStore
+) -> None:
+    offers, stores = workers.decode.serving.offers, workers.decode.serving.stores
+    store.gate.clear()
+    store.fail = grpc.StatusCode.UNAVAILABLE
+    offers.offer(KEYS[:3], "")
+    await until(lambda: store.offers)
+    stores.registered("prefill-1", store.registration(epoch=EPOCH + 1))
+    store.gate.set()
+    await until(lambda: dropped(workers, "STORE_UNAVAILABLE") == 3)
+    assert not stores.resting("prefill-1")
+    store.fail = None
+    offers.offer(KEYS[:3], "")
+    await until(lambda: offered(workers, "stored") == 3)
 
 
 async def test_a_store_without_room_is_not_pressed(workers: Pair, store: ScriptedStore) -> None:
