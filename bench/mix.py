@@ -17,7 +17,7 @@ idle (chats by the time of a token beside as many as the mix has), and so is the
 twice the idle time per token of four chats. Goodput counts requests a
 second within both; a refusal is a miss. ITL is the time between two pieces of text of one answer, at the client, of all
 answers. A turn begins with some seconds that fill the setup and are not measured; its last requests end undisturbed.
-Gaps and requests of all turns of a setup are pooled.
+Figures of a setup pool gaps and requests of its turns; ratios are the medians of the turns' own.
 
 Meaning of the ratios: `itl_p99` below 1 is good, `goodput` above 1 is good.
 """
@@ -74,7 +74,7 @@ of it are no longer those of a start on which two measured on one core."""
 MOST_CHATS = max(round(mix.chats) for mix in MIXES)
 IDLE_TURNS = 3
 """Of each number of chats, for the idle figures: one alone may fall into a slow moment of the machine."""
-TURNS, SIMULATED_TURNS = 2, 24
+TURNS, SIMULATED_TURNS = 3, 24
 SETTINGS = {"pool_gib": 0.5, "capacity_gib": 0.5}
 """Seven engines and four stores are up at once."""
 
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="baton bench mix", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument(
-        "--turns", type=int, default=0, help="measured turns of each setup in each mix (2; simulated, 24)"
+        "--turns", type=int, default=0, help="measured turns of each setup in each mix (3; simulated, 24)"
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="length of a turn")
     parser.add_argument("--chunk", type=int, default=0, help="merged's chunk size; 0 tries some first")
@@ -262,8 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     results, idle = measured.turns, measured.idle
     result: dict[str, Any] = {}
     for name, of in results.items():
-        told = {setup: figures(turns) for setup, turns in of.items()}
-        result[name] = compare(told) | told
+        result[name] = compare(of) | {setup: figures(turns) for setup, turns in of.items()}
     show(console, result)
     if options.plot:
         plot(results, options.plot)

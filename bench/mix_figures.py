@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,33 +89,41 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-METRICS = ("itl_p99", "goodput")
+METRICS = {"itl_p99": "itl_p99_ms", "goodput": "goodput"}
+"""A ratio's name, and that of the figure."""
 
 
-def compare(setups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The ratios of one mix, from the figures of `pd`, `merged` and `ours`.
+def compare(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
+    """The ratios of one mix, from the turns of `pd`, `merged` and `ours`, as many of each and with the same arrivals.
 
-    Of `itl_p99` below 1 is good, of `goodput` above 1. `ours_over_best` compares each metric with whichever of the two
-    is better in it, so its two denominators may be of different setups; `ours_over_better` compares both with the one
-    of the better goodput (of equal ones, the lower ITL p99), which `better` names.
+    Of `itl_p99` below 1 is good, of `goodput` above 1. Each is the median of the turns' ratios: one slow moment of the
+    machine, in a turn of one setup, does not decide it. Those ending in `_pooled` are of the pooled figures.
+    `ours_over_best` compares each metric with whichever of the two is better in it, so its two denominators may be of
+    different setups; `ours_over_better` compares both with the one of the better goodput (of equal ones, the lower ITL
+    p99), which `better` names. Which is better is by the pooled figures.
     """
-    pd, merged, ours = setups["pd"], setups["merged"], setups["ours"]
-    better = min(("pd", "merged"), key=lambda name: (-setups[name]["goodput"], setups[name]["itl_p99_ms"]))
-    best = {
-        "itl_p99_ms": min(pd["itl_p99_ms"], merged["itl_p99_ms"]),
-        "goodput": max(pd["goodput"], merged["goodput"]),
+    pooled = {name: figures(of) for name, of in turns.items()}
+    fastest = min(("pd", "merged"), key=lambda name: pooled[name]["itl_p99_ms"])
+    better = min(("pd", "merged"), key=lambda name: (-pooled[name]["goodput"], pooled[name]["itl_p99_ms"]))
+    best = {"itl_p99": fastest, "goodput": better}
+    versus = {
+        "pd_over_merged": ("pd", dict.fromkeys(METRICS, "merged")),
+        "ours_over_best": ("ours", best),
+        "ours_over_better": ("ours", dict.fromkeys(METRICS, better)),
     }
-    return {
-        "pd_over_merged": _over(pd, merged),
-        "ours_over_best": _over(ours, best),
-        "ours_over_better": _over(ours, setups[better]),
-        "better": better,
-    }
+    result: dict[str, Any] = {"better": better}
+    for ratio, (one, others) in versus.items():
+        result[ratio] = {m: _median_ratio(m, turns[one], turns[other]) for m, other in others.items()}
+        result[f"{ratio}_pooled"] = {m: _ratio(METRICS[m], pooled[one], pooled[other]) for m, other in others.items()}
+    return result
 
 
-def _over(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float | None]:
-    """None where there is nothing to divide by."""
-    return {
-        metric: round(one[key] / other[key], 3) if 0.0 < other[key] < float("inf") else None
-        for metric, key in zip(METRICS, ("itl_p99_ms", "goodput"), strict=True)
-    }
+def _median_ratio(metric: str, one: Sequence[Turn], other: Sequence[Turn]) -> float | None:
+    """Of the turns in which there is something to divide by; None without any."""
+    pairs = [(figures([a]), figures([b])) for a, b in zip(one, other, strict=True)]
+    found = [ratio for a, b in pairs if (ratio := _ratio(METRICS[metric], a, b)) is not None]
+    return round(statistics.median(found), 3) if found else None
+
+
+def _ratio(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+    return round(one[key] / other[key], 3) if 0.0 < other[key] < float("inf") else None

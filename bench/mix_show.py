@@ -28,7 +28,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         table.add_column(title, justify="right" if column > 1 else "left", no_wrap=column < 2)
     keys = ("itl_p50_ms", "itl_p99_ms", "chat_ttft_p50_s", "document_ttft_p50_s", "goodput", "good_share", "tok_s")
     ratios = Table(
-        title="ratios (ITL p99: below 1 is good; goodput: above 1 is good)",
+        title="ratios, medians of the turns' (ITL p99: below 1 is good; goodput: above 1 is good)",
         box=SIMPLE,
         pad_edge=False,
         padding=(0, 0, 0, 1),

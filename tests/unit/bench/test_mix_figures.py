@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -65,12 +64,13 @@ def test_figures_pool_the_turns() -> None:
     assert f["placed"] == {"chat": 20}
 
 
-def setup(itl: float, goodput: float) -> dict[str, Any]:
-    return {"itl_p99_ms": itl, "goodput": goodput}
+def setup(*turns: tuple[float, int]) -> list[Turn]:
+    """Turns by their ITL in ms and how many of ten were good."""
+    return [turn((itl / 1e3,), good) for itl, good in turns]
 
 
 def test_each_metric_is_compared_with_its_own_best() -> None:
-    told = compare({"pd": setup(50.0, 1.0), "merged": setup(200.0, 2.0), "ours": setup(100.0, 1.5)})
+    told = compare({"pd": setup((50.0, 4)), "merged": setup((200.0, 8)), "ours": setup((100.0, 6))})
     assert told["pd_over_merged"] == {"itl_p99": 0.25, "goodput": 0.5}
     assert told["ours_over_best"] == {"itl_p99": 2.0, "goodput": 0.75}
     assert told["better"] == "merged"
@@ -78,19 +78,40 @@ def test_each_metric_is_compared_with_its_own_best() -> None:
 
 
 def test_of_equal_goodput_the_lower_itl_is_better() -> None:
-    told = compare({"pd": setup(50.0, 1.0), "merged": setup(200.0, 1.0), "ours": setup(50.0, 1.0)})
+    told = compare({"pd": setup((50.0, 5)), "merged": setup((200.0, 5)), "ours": setup((50.0, 5))})
     assert told["better"] == "pd"
     assert told["ours_over_best"] == told["ours_over_better"] == {"itl_p99": 1.0, "goodput": 1.0}
 
 
+def test_one_slow_turn_does_not_decide_a_ratio_and_is_told_beside_it() -> None:
+    told = compare(
+        {
+            "pd": setup((40.0, 10), (50.0, 8), (60.0, 9)),
+            "merged": setup((400.0, 2), (400.0, 2), (400.0, 2)),
+            "ours": setup((42.0, 10), (200.0, 2), (60.0, 9)),
+        }
+    )
+    assert told["ours_over_best"] == {"itl_p99": 1.05, "goodput": 1.0}
+    assert told["ours_over_best_pooled"] == {"itl_p99": 3.333, "goodput": 0.778}
+
+
 def test_nothing_is_divided_by_nothing() -> None:
-    told = compare({"pd": setup(float("inf"), 0.0), "merged": setup(float("inf"), 0.0), "ours": setup(50.0, 1.0)})
-    assert told["ours_over_best"] == {"itl_p99": None, "goodput": None}
+    silent = [turn((), 0)]
+    told = compare({"pd": silent, "merged": silent, "ours": setup((50.0, 5))})
+    assert told["ours_over_best"] == told["ours_over_best_pooled"] == {"itl_p99": None, "goodput": None}
+
+
+def test_a_turn_without_anything_to_divide_by_is_left_out() -> None:
+    told = compare(
+        {"pd": setup((50.0, 0), (50.0, 4)), "merged": setup((90.0, 0), (90.0, 0)), "ours": setup((50.0, 6), (50.0, 2))}
+    )
+    assert told["ours_over_best"]["goodput"] == 0.5
 
 
 def test_the_best_chunk_is_of_the_best_goodput_then_of_the_lowest_itl() -> None:
-    assert best_chunk({64: setup(100.0, 1.0), 128: setup(200.0, 1.1)}) == 128
-    assert best_chunk({64: setup(100.0, 1.0), 128: setup(200.0, 1.0)}) == 64
+    slow, fast = figures(setup((200.0, 5))), figures(setup((100.0, 5)))
+    assert best_chunk({64: fast, 128: figures(setup((200.0, 6)))}) == 128
+    assert best_chunk({64: fast, 128: slow}) == 64
 
 
 def test_the_tables_name_every_mix_and_the_better_setup(tmp_path: Path) -> None:
@@ -100,8 +121,7 @@ def test_the_tables_name_every_mix_and_the_better_setup(tmp_path: Path) -> None:
     }
     result = {}
     for name, of in turns.items():
-        told = {setup: figures(ones) for setup, ones in of.items()}
-        result[name] = compare(told) | told
+        result[name] = compare(of) | {setup: figures(ones) for setup, ones in of.items()}
     console = Console(width=200, record=True, file=io.StringIO())
     show(console, result)
     text = console.export_text()
