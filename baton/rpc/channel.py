@@ -38,7 +38,8 @@ class Channels:
 
     def __init__(self) -> None:
         self._open: dict[str, grpc.aio.Channel] = {}
-        self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._retired: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def get(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port), opened when first asked for. It connects by itself, lazily."""
@@ -47,26 +48,29 @@ class Channels:
             channel = self._open[address] = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
         return channel
 
-    async def connected(self, address: str, within_s: float) -> None:
-        """Wait for a connection to `address`, also when its channel is retired meanwhile. Raises TimeoutError."""
-        async with asyncio.timeout(within_s):
-            while True:
-                channel = self.get(address)
-                try:
-                    return await channel.channel_ready()
-                except grpc.aio.UsageError:
-                    if self._open.get(address) is channel:
-                        raise
+    async def connected(self, address: str) -> None:
+        """Wait for a connection to `address`, also when its channel is retired meanwhile. For ever: how long to wait,
+        and on which clock, is the caller's."""
+        while True:
+            try:
+                return await self.get(address).channel_ready()
+            except grpc.aio.UsageError:
+                if self._closed:
+                    raise
 
     def follow(self, view: Followed) -> None:
-        """Retire what leads to a process that the view says is gone or another one now."""
+        """Retire what leads to a process that the view says is gone, and what led to an address before another process
+        came to it, under whatever id."""
         known: dict[str, Registered] = {}
 
         def changed(id: str, now: Registered | None) -> None:
             before = known.pop(id, None)
             if now is not None:
                 known[id] = now
-            if before is not None and (now is None or now.epoch != before.epoch):
+                if before is not None and before.epoch == now.epoch:
+                    return
+                self.retire(now.address)
+            if before is not None and before.address not in {other.address for other in known.values()}:
                 self.retire(before.address)
 
         view.subscribe(changed)
@@ -77,8 +81,9 @@ class Channels:
         """
         channel = self._open.pop(address, None)
         if channel is not None:
-            task = self._retired[channel] = asyncio.create_task(channel.close(RETIRED_S), name=f"retire {address}")
-            task.add_done_callback(lambda _: self._retired.pop(channel, None))
+            task = asyncio.create_task(channel.close(RETIRED_S), name=f"retire {address}")
+            self._retired.add(task)
+            task.add_done_callback(self._retired.discard)
 
     async def drop(self, address: str) -> None:
         """Close the channel to a peer that is gone; calls in flight end as cancelled. No-op for an unknown address."""
@@ -87,11 +92,10 @@ class Channels:
             await channel.close(None)
 
     async def close(self) -> None:
-        """Close every channel."""
-        retired = dict(self._retired)
-        for task in retired.values():
+        """Close every channel. What is in flight on a retired one is its caller's to end."""
+        self._closed = True
+        for task in self._retired:
             task.cancel()
-        await asyncio.gather(*retired.values(), return_exceptions=True)
-        await asyncio.gather(*(channel.close(None) for channel in retired))
+        await asyncio.gather(*self._retired, return_exceptions=True)
         for address in list(self._open):
             await self.drop(address)

@@ -82,7 +82,8 @@ class Handover:
 
     async def _connect(self) -> None:
         try:
-            await self._context.channels.connected(self.target.address, CONNECT_S)
+            async with Patience(CONNECT_S):
+                await self._context.channels.connected(self.target.address)
         except TimeoutError:
             raise BatonError(
                 Reason.PREFILL_UNAVAILABLE, f"no connection to {self.target.id} at {self.target.address}"

@@ -87,7 +87,8 @@ class Stores:
     async def connected(self, address: str, within_s: float) -> None:
         """Wait for the connection. Raises BatonError STORE_UNAVAILABLE."""
         try:
-            await self._channels.connected(address, within_s)
+            async with asyncio.timeout(within_s):
+                await self._channels.connected(address)
         except TimeoutError:
             raise BatonError(Reason.STORE_UNAVAILABLE, f"no connection to the store at {address}") from None
 

@@ -52,7 +52,8 @@ class Warmer:
         ours = self._context
         try:
             async with self._at_once:
-                await ours.channels.connected(worker.address, CONNECT_S)
+                async with asyncio.timeout(CONNECT_S):
+                    await ours.channels.connected(worker.address)
                 channel = ours.channels.get(worker.address)
                 stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
                 with ours.transports.lease():  # the prefill reads nothing, but wires up towards us

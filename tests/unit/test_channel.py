@@ -78,14 +78,15 @@ async def test_who_waits_for_a_connection_waits_for_the_new_channel(channels: Ch
     """The address refuses connections; when another process has it, nobody waits out the pause of the old channel."""
     change, port = followed(channels), free_port()
     change("s", store(f"127.0.0.1:{port}", 5))
-    waiting = asyncio.create_task(channels.connected(f"127.0.0.1:{port}", HANG_S))
+    waiting = asyncio.create_task(channels.connected(f"127.0.0.1:{port}"))
     old = channels.get(f"127.0.0.1:{port}")
     while old.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:  # noqa: ASYNC110 - gRPC tells nobody
         await asyncio.sleep(0.01)
     change("s", store(f"127.0.0.1:{port}", 6))
     server, _ = await serve(Answering(), port)
     try:
-        await waiting
+        async with asyncio.timeout(HANG_S):
+            await waiting
         assert channels.get(f"127.0.0.1:{port}").get_state() is grpc.ChannelConnectivity.READY
         assert old.get_state() is grpc.ChannelConnectivity.SHUTDOWN
     finally:
@@ -110,9 +111,35 @@ async def test_calls_in_flight_end_by_themselves(channels: Channels) -> None:
         await server.stop(0)
 
 
-async def test_nobody_there_is_a_timeout(channels: Channels) -> None:
-    with pytest.raises(TimeoutError):
-        await channels.connected(f"127.0.0.1:{free_port()}", 0.1)
+async def test_another_id_at_an_address_gets_another_channel_and_keeps_it(channels: Channels) -> None:
+    """A store without a fixed id comes back under another one, and the old entry lapses later."""
+    change, port = followed(channels), free_port()
+    address = f"127.0.0.1:{port}"
+    change("old", store(address, 5))
+    first = channels.get(address)
+    change("new", store(address, 6))
+    second = channels.get(address)
+    assert second is not first
+    change("old", None)
+    assert channels.get(address) is second
+
+
+async def test_who_comes_back_gets_another_channel_than_was_tried_while_it_was_away(channels: Channels) -> None:
+    change = followed(channels)
+    change("s", store("127.0.0.1:1", 5))
+    change("s", None)
+    tried = channels.get("127.0.0.1:1")
+    change("s", store("127.0.0.1:1", 6))
+    assert channels.get("127.0.0.1:1") is not tried
+
+
+async def test_closing_ends_who_waits_for_a_connection(channels: Channels) -> None:
+    waiting = asyncio.create_task(channels.connected(f"127.0.0.1:{free_port()}"))
+    await asyncio.sleep(0.05)
+    await channels.close()
+    async with asyncio.timeout(HANG_S):
+        with pytest.raises(grpc.aio.UsageError):
+            await waiting
 
 
 async def test_closing_waits_for_no_call(channels: Channels) -> None:
@@ -124,9 +151,9 @@ async def test_closing_waits_for_no_call(channels: Channels) -> None:
         async with asyncio.timeout(HANG_S):
             await service.asked.wait()
             channels.retire(address)
+            await asyncio.sleep(0.05)  # it is being closed now
             await channels.close()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    finally:
         service.gate.set()
+        assert (await asking).hits == 7
+    finally:
         await server.stop(0)
