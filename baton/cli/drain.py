@@ -9,9 +9,10 @@ from collections.abc import Callable
 import grpc
 import psutil
 
+from baton.cli.again import up_again
 from baton.cli.errors import CliError
 from baton.cli.home import Home
-from baton.cli.process import process_of, records
+from baton.cli.process import has_left, process_of, records
 from baton.cli.rpc import ask
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -27,11 +28,15 @@ def drain(home: Home, name: str, deadline_s: float, told: Callable[[int], None] 
     `deadline_s` is for workers: then requests are moved. Router, kvstore and frontend go by their own --drain-s.
     `told` hears how many requests a worker still has, whenever that has changed. Raises CliError.
     """
-    running = [(r, process) for r in records(home) if r.role != "etcd" and (process := process_of(r))]
+    known = [(r, process_of(r)) for r in records(home) if r.role != "etcd"]
+    running = [(r, process) for r, process in known if process]
     found = next(((r, process) for r, process in running if name in (r.id, r.name)), None)
     if found is None:
-        known = ", ".join(f"{r.name} ({r.id})" for r, _ in running) or "none is running"
-        raise CliError(f"there is no process {name}", f"processes: {known}")
+        if gone := next((r for r, _ in known if name in (r.id, r.name)), None):
+            how = "has left already" if has_left(home, gone.name) else "has died"
+            raise CliError(f"{name} {how}", f"start it again: {up_again(home)}")
+        names = ", ".join(f"{r.name} ({r.id})" for r, _ in running) or "none is running"
+        raise CliError(f"there is no process {name}", f"processes: {names}")
     chosen, process = found
     left = 0
     if chosen.role in WORKERS:

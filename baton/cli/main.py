@@ -377,14 +377,18 @@ def drain(
     from baton.cli.drain import drain as ask_process
 
     home = find_home()
-    remaining = ask_process(home, process, deadline, lambda streams: err.print(f"{process}: {streams} requests left"))
+    remaining = ask_process(home, process, deadline, lambda streams: err.print(f"{process}: {_requests(streams)} left"))
     if as_json:
         print_json({"process": process, "remaining": remaining})
     else:
-        left = f"{process} has left" + (f" {remaining} requests unfinished" if remaining else "")
+        left = f"{process} has left" + (f" {_requests(remaining)} unfinished" if remaining else "")
         out.print(f"{left}; start it again: {up_again(home)}", markup=False, soft_wrap=True)
     if remaining:
         raise typer.Exit(1)
+
+
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"
 
 
 @app.command()

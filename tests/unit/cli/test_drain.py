@@ -1,4 +1,4 @@
-"""`baton drain` of a busy worker says what is left."""
+"""`baton drain` of a busy worker says what is left, of one that is gone that it is."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import psutil
 import pytest
 
-from baton.cli.drain import _drained
+from baton.cli.drain import _drained, drain
+from baton.cli.errors import CliError
+from baton.cli.home import Home
+from baton.cli.process import Record
 from baton.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
 
 HANG_S = 30.0
@@ -55,3 +59,16 @@ def test_what_a_draining_worker_has_left_is_told_as_it_changes() -> None:
     finally:
         server.stop(None)
     assert told == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("last", "said"), [('{"ready": true}\n{"left": true}\n', "has left already"), ('{"ready": true}\n', "has died")]
+)
+def test_who_is_gone_is_not_unknown(home: Home, last: str, said: str) -> None:
+    Record("decode-1", "decode", psutil.Process().pid, 0.0, [], "", id="decode-0a", ready=True).save(home)
+    (home.run / "decode-1.out").write_text(last)
+    for name in ("decode-1", "decode-0a"):
+        with pytest.raises(CliError) as refused:
+            drain(home, name, 1.0)
+        assert refused.value.message == f"{name} {said}"
+        assert "start it again: " in refused.value.hint
