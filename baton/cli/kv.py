@@ -36,14 +36,14 @@ Where = Annotated[
 ]
 
 
-def _named(tenant: str | None) -> str | None:
-    """An unset variable of a shell must not mean everybody."""
-    if tenant == "":
-        raise typer.BadParameter("it is empty; leave it out for everybody's blocks")
-    return tenant
+def _given(value: str | None) -> str | None:
+    """An unset variable of a shell must not mean all."""
+    if value == "":
+        raise typer.BadParameter("it is empty; leave it out for all blocks")
+    return value
 
 
-Tenant = Annotated[str | None, typer.Option(callback=_named, help="Only this tenant's blocks. Left out: everybody's.")]
+Tenant = Annotated[str | None, typer.Option(callback=_given, help="Only this tenant's blocks. Left out: everybody's.")]
 
 
 @app.command()
@@ -111,12 +111,15 @@ def list_blocks(
 @app.command()
 def clear(
     tenant: Tenant = None,
-    fingerprint: Annotated[str, typer.Option(help="Only if the blocks have this layout.")] = "",
+    fingerprint: Annotated[
+        str | None,
+        typer.Option(callback=_given, help="Only if the blocks have this layout. Left out: whichever it is."),
+    ] = None,
     store: Where = "",
     as_json: Json = False,
 ) -> None:
     """Forget every block, in every tier. What is being read stays readable to who reads it."""
-    request = pb.ClearRequest(tenant=tenant or "", fingerprint=fingerprint)
+    request = pb.ClearRequest(tenant=tenant or "", fingerprint=fingerprint or "")
     reply = ask(_address(store), lambda channel: _stub(channel).Clear(request, timeout=CLEAR_S))
     if as_json:
         print_json({"dropped": reply.dropped, "unfinished": reply.unfinished})

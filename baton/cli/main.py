@@ -29,7 +29,15 @@ from baton.cli.terms import MORE, TERMS, explain_help
 
 
 class _Group(TyperGroup):
-    """Turns CliError, wherever it comes from, into its lines and exit code 1; a file that cannot be had likewise."""
+    """Turns CliError, wherever it comes from, into its lines and exit code 1; a file that cannot be had likewise.
+    Arguments are text: what is no UTF-8 could be sent to nobody."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for arg in args:
+            if not arg.isascii() and arg != arg.encode(errors="replace").decode():
+                raise typer.BadParameter(f"{arg!a} is no UTF-8")
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -20,21 +20,26 @@ from rich.text import Text
 
 from baton.cli.errors import CliError
 
-out = Console(highlight=False)
+out = Console(highlight=False, emoji=False)
 if not out.is_terminal:
     out.width = 160  # a pipe has no columns: cut nothing
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 
 def show_error(error: CliError) -> None:
     """The last log lines if there are any, one line of error, one of what to do."""
     if error.detail:
         err.print(escape(error.detail), style="dim")
-    err.print(f"[bold red]error:[/] {escape(error.message)}")
+    err.print(f"[bold red]error:[/] {escape(_one_line(error.message))}")
     if error.hint:
-        err.print(f"[bold]hint:[/] {escape(error.hint)}")
+        err.print(f"[bold]hint:[/] {escape(_one_line(error.hint))}")
     for note in notes(error):
         err.print(escape(note), style="dim")
+
+
+def _one_line(text: str) -> str:
+    """What a terminal would act on (line ends, escapes: some of it is what somebody gave) shown as in a string."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def notes(error: BaseException) -> list[str]:

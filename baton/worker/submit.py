@@ -79,11 +79,14 @@ class Submissions:
         context.check_card(message.card)
         context.check_model(message.attempt.model)
         plan = message.plan
+        # First of all: another process may have come to the address that the plan means.
+        if plan.worker.id and plan.worker.id != context.id:
+            raise BatonError(Reason.DECODE_UNAVAILABLE, f"{plan.worker.id} is not here any more: this is {context.id}")
+        if plan.worker.epoch and plan.worker.epoch != context.epoch:
+            raise BatonError(Reason.DECODE_UNAVAILABLE, f"{context.id} has restarted since the plan was made")
         if plan.mode not in context.modes:
             mode = pb.Mode.Name(plan.mode) if plan.mode in pb.Mode.values() else str(plan.mode)
             raise BatonError(Reason.INVALID_REQUEST, f"{context.id} does not run {mode} attempts", param="plan")
-        if plan.worker.epoch and plan.worker.epoch != context.epoch:
-            raise BatonError(Reason.DECODE_UNAVAILABLE, f"{context.id} has restarted since the plan was made")
         if plan.mode == pb.MODE_DISAGGREGATED and not plan.prefill.address:
             raise BatonError(Reason.INVALID_REQUEST, "a disaggregated plan names no prefill", param="plan")
         if plan.mode == pb.MODE_DISAGGREGATED and message.attempt.sampling.HasField("prompt_logprobs"):

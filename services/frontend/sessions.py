@@ -69,7 +69,7 @@ class Sessions:
     async def answers(self, worker: registry_pb2.Worker) -> bool:
         """Whether a worker that the registry lost is there all the same. Raises AioRpcError when it cannot be asked."""
         session = self._live.get(worker.id)
-        if session is not None and session.connected:
+        if session is not None and session.connected and session.epoch == worker.epoch:
             return True
         channels = Channels()  # a new connection: the old one may be what is wrong
         try:

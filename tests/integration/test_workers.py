@@ -214,6 +214,8 @@ async def test_refusals_leave_nothing(fleet: Fleet) -> None:
         assert await refused(decode, decode.attempt("a", ids, prompt_logprobs=1), plan) == "INVALID_REQUEST"
         stale = pb.Plan(mode=pb.MODE_LOCAL, worker=pb.Target(id="decode-1", epoch=1))
         assert await refused(decode, decode.attempt("a", ids), stale) == "DECODE_UNAVAILABLE"
+        another = pb.Plan(mode=pb.MODE_MERGED, worker=pb.Target(id="merged-1"))  # who was at this address before
+        assert await refused(decode, decode.attempt("a", ids), another) == "DECODE_UNAVAILABLE"
         assert decode.card is not None
         decode.card.chat_template = "another"
         assert await refused(decode, decode.attempt("a", ids), plan) == "VERSION_MISMATCH"

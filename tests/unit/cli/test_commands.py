@@ -234,3 +234,18 @@ def test_an_empty_tenant_is_not_everybody(home: Home, command: str) -> None:
     result = CliRunner().invoke(app, ["kv", command, "--tenant", "", "--store", "127.0.0.1:1"])
     assert result.exit_code == 2
     assert "it is empty" in result.stderr
+
+
+def test_an_empty_fingerprint_is_not_every_layout(home: Home) -> None:
+    result = CliRunner().invoke(app, ["kv", "clear", "--fingerprint", "", "--store", "127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert "it is empty" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["kv", "ls", "--tenant", "\udcff"], ["kv", "stats", "--store", "\udcff:1"], ["explain", "a\udcff"]]
+)
+def test_an_argument_that_is_no_text_is_refused(home: Home, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "is no UTF-8" in result.stderr

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.spinner import SPINNERS
 
 from baton.cli import show
+from baton.cli.errors import CliError
 from baton.cli.show import LiveProgress
 
 FRAMES = set(str(SPINNERS["dots"]["frames"]))
@@ -60,3 +61,10 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.
         ["router:", "starting"],
         ["router:", "ready"],
     ]
+
+
+def test_an_error_is_one_line_whatever_it_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(show, "err", Console(file=screen, emoji=False, soft_wrap=True))
+    show.show_error(CliError("a:b:c \x1b[2J [red]x\ny \udcff", "h\x00"))
+    assert screen.getvalue() == "error: a:b:c \\x1b[2J [red]x\\ny \\udcff\nhint: h\\x00\n"

@@ -129,6 +129,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             lacks=self.lacks,
         )
 
+    async def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> registry_pb2.Worker:
+        return self.registration("")
+
     def cut(self) -> None:
         """End every session; the process lives on."""
         for queue in self.sessions.values():

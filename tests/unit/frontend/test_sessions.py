@@ -172,6 +172,22 @@ async def test_a_worker_that_moved_is_followed_and_a_stale_plan_does_not_disturb
             await second.stop()
 
 
+async def test_who_is_at_the_address_of_a_dead_worker_does_not_answer_for_it(model: Model) -> None:
+    dead, heir = ScriptedWorker("dead", says(model)), ScriptedWorker("heir", says(model))
+    async with running(model, dead) as stack:
+        assert await stack.sessions.answers(dead.registration(model.name))
+        await dead.stop()
+        heir._port = dead._port
+        await heir.start()
+        try:
+            session = stack.sessions.live()["dead"]
+            session.retry()
+            await until(lambda: session.connected and session.epoch == heir.epoch)
+            assert not await stack.sessions.answers(dead.registration(model.name))
+        finally:
+            await heir.stop()
+
+
 async def test_only_streaming_workers_of_the_model_get_a_session(model: Model) -> None:
     prefill = ScriptedWorker("p", says(model), role=registry_pb2.ROLE_PREFILL)
     decode = ScriptedWorker("d", says(model), role=registry_pb2.ROLE_DECODE)
