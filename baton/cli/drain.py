@@ -28,11 +28,16 @@ def drain(home: Home, name: str, deadline_s: float, told: Callable[[int], None] 
     `deadline_s` is for workers: then requests are moved. Router, kvstore and frontend go by their own --drain-s.
     `told` hears how many requests a worker still has, whenever that has changed. Raises CliError.
     """
-    known = [(r, process_of(r)) for r in records(home) if r.role != "etcd"]
-    running = [(r, process) for r, process in known if process]
+    known = [(r, process_of(r)) for r in records(home)]
+    running = [(r, process) for r, process in known if process and r.role != "etcd"]
     found = next(((r, process) for r, process in running if name in (r.id, r.name)), None)
     if found is None:
-        if gone := next((r for r, _ in known if name in (r.id, r.name)), None):
+        if other := next(((r, process) for r, process in known if name in (r.id, r.name)), None):
+            gone, lives = other
+            if lives:
+                raise CliError(
+                    f"{name} cannot be drained: everybody registers there", "`baton down` ends it with the rest"
+                )
             how = "has left already" if has_left(home, gone.name) else "has died"
             raise CliError(f"{name} {how}", f"start it again: {up_again(home)}")
         names = ", ".join(f"{r.name} ({r.id})" for r, _ in running) or "none is running"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import grpc
@@ -176,7 +177,7 @@ def _address(store: str) -> str:
     for record in found:
         if store in (record.id, record.name):
             return record.address
-    if ":" in store:
+    if re.fullmatch(r"([^:\s]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", store):
         return store
     known = ", ".join(f"{record.name} ({record.id})" for record in found) or "none runs here"
     raise CliError(f"there is no store {store}", f"stores: {known}; or give its host:port")

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import grpc
 
+from baton.cli.again import up_again
 from baton.cli.errors import CliError
 from baton.cli.home import Home
 from baton.cli.process import Record, process_of, records
@@ -19,7 +20,7 @@ def running(home: Home, role: str) -> Record:
     for record in records(home):
         if record.role == role and record.address and process_of(record):
             return record
-    raise CliError(f"no {role} is running", "start with `baton up`")
+    raise CliError(f"no {role} is running", f"start it: {up_again(home)}" if records(home) else "start with `baton up`")
 
 
 def ask(address: str, call: Callable[[grpc.Channel], T]) -> T:

@@ -80,6 +80,7 @@ def test_help_teaches(command: str) -> None:
         (["explain", "hello"], "no frontend is running", "baton up"),
         (["kv", "stats"], "no kvstore is running", "baton up"),
         (["kv", "ls", "--store", "nobody"], "there is no store nobody", "none runs here"),
+        (["kv", "ls", "--store", "a:b:c"], "there is no store a:b:c", "host:port"),
         (["kv", "verify", "--store", "127.0.0.1:1"], "127.0.0.1:1 answers UNAVAILABLE", "baton status"),
         (
             ["sglang", "merged", "--model", "/tmp", "--served-name", "m", "--page-size", "33", "--no-store"],

@@ -72,3 +72,11 @@ def test_who_is_gone_is_not_unknown(home: Home, last: str, said: str) -> None:
             drain(home, name, 1.0)
         assert refused.value.message == f"{name} {said}"
         assert "start it again: " in refused.value.hint
+
+
+def test_etcd_is_not_drained(home: Home) -> None:
+    me = psutil.Process()
+    Record("etcd", "etcd", me.pid, me.create_time(), [], "", ready=True).save(home)
+    with pytest.raises(CliError) as refused:
+        drain(home, "etcd", 1.0)
+    assert refused.value.message.startswith("etcd cannot be drained")

@@ -55,3 +55,12 @@ def test_a_run_of_which_nothing_runs_is_not_well(home: Home) -> None:
     Record("router", "router", psutil.Process().pid, 0.0, [], "", ready=True).save(home)
     (home.run / "router.out").write_text('{"left": true}\n')
     assert CliRunner().invoke(app, ["status"]).exit_code == 1
+
+
+def test_what_left_a_run_is_started_with_the_options_of_the_run(home: Home) -> None:
+    Record("frontend", "frontend", psutil.Process().pid, 0.0, [], "", ready=True).save(home)
+    (home.run / "up.json").write_text(json.dumps(asdict(Options(http_port=8081))))
+    told = CliRunner().invoke(app, ["explain", "hello"])
+    assert told.exit_code == 1
+    assert "no frontend is running" in told.stderr
+    assert "up --http-port 8081" in told.stderr
