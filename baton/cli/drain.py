@@ -28,21 +28,17 @@ def drain(home: Home, name: str, deadline_s: float, told: Callable[[int], None] 
     `deadline_s` is for workers: then requests are moved. Router, kvstore and frontend go by their own --drain-s.
     `told` hears how many requests a worker still has, whenever that has changed. Raises CliError.
     """
-    known = [(r, process_of(r)) for r in records(home)]
-    running = [(r, process) for r, process in known if process and r.role != "etcd"]
-    found = next(((r, process) for r, process in running if name in (r.id, r.name)), None)
-    if found is None:
-        if other := next(((r, process) for r, process in known if name in (r.id, r.name)), None):
-            gone, lives = other
-            if lives:
-                raise CliError(
-                    f"{name} cannot be drained: everybody registers there", "`baton down` ends it with the rest"
-                )
-            how = "has left already" if has_left(home, gone.name) else "has died"
-            raise CliError(f"{name} {how}", f"start it again: {up_again(home)}")
-        names = ", ".join(f"{r.name} ({r.id})" for r, _ in running) or "none is running"
-        raise CliError(f"there is no process {name}", f"processes: {names}")
-    chosen, process = found
+    known = records(home)
+    chosen = next((r for r in known if name in (r.id, r.name)), None)
+    if chosen is None:
+        names = ", ".join(f"{r.name} ({r.id})" for r in known if r.role != "etcd" and process_of(r))
+        raise CliError(f"there is no process {name}", f"processes: {names or 'none is running'}")
+    process = process_of(chosen)
+    if process is None:
+        how = "has left already" if has_left(home, chosen.name) else "has died"
+        raise CliError(f"{name} {how}", f"start it again: {up_again(home)}")
+    if chosen.role == "etcd":
+        raise CliError(f"{name} cannot be drained: everybody registers there", "`baton down` ends it with the rest")
     left = 0
     if chosen.role in WORKERS:
         left = ask(chosen.address, lambda channel: _drained(channel, deadline_s, told))

@@ -34,7 +34,7 @@ class _Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for arg in args:
-            if not arg.isascii() and arg != arg.encode(errors="replace").decode():
+            if arg != arg.encode(errors="replace").decode():
                 raise typer.BadParameter(f"{arg!a} is no UTF-8")
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed

@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 def running(home: Home, role: str) -> Record:
     """The first living process of a role. Raises CliError when there is none."""
-    for record in records(home):
+    known = records(home)
+    for record in known:
         if record.role == role and record.address and process_of(record):
             return record
-    raise CliError(f"no {role} is running", f"start it: {up_again(home)}" if records(home) else "start with `baton up`")
+    raise CliError(f"no {role} is running", f"start it: {up_again(home)}" if known else "start with `baton up`")
 
 
 def ask(address: str, call: Callable[[grpc.Channel], T]) -> T:
